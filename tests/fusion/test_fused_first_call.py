@@ -194,8 +194,8 @@ def test_where_memory_is_short_trials_are_compared_a_few_at_a_time(monkeypatch, 
     widths = []
 
     def short(check, fused, phase, trace=None):
-        widths.append(fused[0].trials)
-        if fused[0].trials > 2:
+        widths.append(fused.trials)
+        if fused.trials > 2:
             raise torch.OutOfMemoryError("no memory")
         return together(check, fused, phase, trace)
 

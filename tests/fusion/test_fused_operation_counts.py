@@ -17,7 +17,7 @@ from plait.fusion import FusedOptimizer
 from plait.fusion.dispatch import alias_links
 from plait.fusion.kernels import update
 from plait.fusion.optim import matrix_kinds
-from plait.fusion.optim import optimizer as optimizers
+from plait.fusion.optim import update as updates
 from plait.fusion.optim.matrix_kinds import orthogonalized
 from plait.fusion.optim.optimizer_kinds import KINDS
 from plait.fusion.speed import autotune
@@ -71,7 +71,7 @@ def test_no_step_takes_operations_for_every_parameter_of_every_trial(kind, dtype
 @pytest.mark.parametrize("options", [{}, {"steps": [1, 9]}], ids=["all move", "one stands still"])
 def test_coefficients_of_a_step_are_computed_once_however_many_parameters_there_are(monkeypatch, options):
     """On a GPU one kernel updates a parameter; all other kernels of a step are the coefficients'."""
-    monkeypatch.setattr(optimizers, "can_run_on", lambda x: True)
+    monkeypatch.setattr(updates, "can_run_on", lambda x: True)
     monkeypatch.setattr(update, "adam", lambda *tensors: None)
     few, many = (operations("adam", parameters, 2, **options) for parameters in (2, 20))
     assert many - few == (18 if options else 0)  # a gradient of a trial that stands still is left out

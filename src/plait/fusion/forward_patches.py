@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +14,8 @@ from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
 
 
-class Patch:
+class Patch(partial[Any]):
     """A replaced method of a module; a trial that leaves the array gets the original forward back."""
-
-    def __init__(self, function: Callable[..., Any], module: nn.Module) -> None:
-        self.function = function
-        self.module = module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.module, *args, **kwargs)
 
 
 def patch_norms(module: nn.Module) -> None:

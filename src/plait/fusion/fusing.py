@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from plait.fusion.check import check_models
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
-from plait.fusion.module import FusedModule, call_forward
+from plait.fusion.module import FusedModule
 from plait.fusion.shared_input import Shared
 from plait.fusion.sharing import check_share, held_once, nearly_shared
 from plait.fusion.trials.adapter_forms import in_one_form
@@ -105,7 +106,7 @@ def fuse(
         made.first_call, made.plain_models = _verify_call, models
     elif verify is not False:
         batches = [verify] if isinstance(verify, (Tensor, Mapping)) else verify
-        _verify(made, CallCandidate(made, models, call_forward, *calls_on(batches, count)))
+        _verify(made, CallCandidate(made, models, operator.call, *calls_on(batches, count)))
     return made
 
 

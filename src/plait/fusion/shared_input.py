@@ -1,4 +1,4 @@
-"""Inputs that all trials share."""
+"""What enters a fused module, trials axis first or shared by all trials, and what leaves it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from plait.fusion.dispatch.tensor import Trials, TrialTensor, unwrap
 from plait.fusion.errors import FusionError
 
 
@@ -37,3 +38,30 @@ class Shared:
             f"{name}: found a Shared, which only a fused module can take; expected "
             f"fused.map({name}, output, Shared(target))"
         )
+
+
+def enter_trials(trials: Trials, value: Any) -> Any:
+    """An argument of a fused module as its models see it: a tensor of all trials as a trial tensor."""
+    if isinstance(value, Shared):
+        return value.tensor
+    if not isinstance(value, Tensor) or isinstance(value, TrialTensor):
+        return value
+    if value.dim() == 0 or value.shape[0] != trials.count:
+        raise FusionError(
+            f"fused module: found an input of shape {tuple(value.shape)}, expected the trials axis first: "
+            f"({trials.count}, ...); wrap inputs that all trials share as plait.fusion.Shared(x)"
+        )
+    entered = TrialTensor(value, trials)
+    entered.rows_at = getattr(value, "plait_rows_at", 0)
+    return entered
+
+
+def leave_trials(trials: Trials, value: Any) -> Any:
+    """A result of a fused module with the trials axis first."""
+    if not isinstance(value, Tensor):
+        return value
+    left = unwrap(value, trials)
+    if isinstance(value, TrialTensor) and value.rows_at and trials.rows is not None:
+        # A loss that uses this tensor later must know that its rows are not the first axis.
+        left.plait_rows_at = value.rows_at  # type: ignore[attr-defined]
+    return left

@@ -1,17 +1,20 @@
-"""The module of all trials, from the models of one each."""
+"""The module of all trials, from the models of one each, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plait.fusion.check import hyperparameters
-from plait.fusion.copies import independent_copy
+from plait.fusion.copies import held_values, independent_copy
 from plait.fusion.dispatch.install import recurrent_in, refresh_recurrent, slots_of, stack
+from plait.fusion.dispatch.tensor import OF_TRIAL
+from plait.fusion.forward_patches import Patch
 from plait.fusion.trials.per_trial import PerTrial
+from plait.fusion.trials.unfused import PerTrialModules
 
 
 def stacked(models: Sequence[nn.Module], shared: Collection[str]) -> nn.Module:
@@ -37,6 +40,38 @@ def stacked(models: Sequence[nn.Module], shared: Collection[str]) -> nn.Module:
         holder[name] = PerTrial(values)
     refresh_recurrent(recurrent_in(module))
     return module
+
+
+def unstacked(
+    module: nn.Module, number: int, shared: Iterable[Tensor], unfused: Iterable[PerTrialModules]
+) -> nn.Module:
+    """The model of one trial; shared parameters are in the memory of `module`, the rest is copied."""
+    # A buffer is copied, as the trial may write to it.
+    memo: dict[Any, Any] = {
+        id(t): same_memory(t) if isinstance(t, nn.Parameter) else t.clone() for t in shared
+    }
+    for tensor in (*module.parameters(), *module.buffers()):
+        if id(tensor) not in memo:
+            value = tensor.detach()[number].clone()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+    # Tensors that a forward stored in an attribute, such as attention weights, have the trials axis too.
+    memo[OF_TRIAL] = number
+    memo |= {id(value): value.of(number) for value in held_values(module) if isinstance(value, PerTrial)}
+    for modules in unfused:
+        memo[id(modules.part)] = modules.copy_of(number, memo)
+    made = independent_copy(module, memo, hooks=False)
+    for part in made.modules():
+        for name in ("forward", "generate"):
+            if isinstance(vars(part).get(name), Patch):
+                delattr(part, name)
+    refresh_recurrent(recurrent_in(made))
+    return made
+
+
+def is_within(name: str, others: Iterable[str]) -> bool:
+    """Whether a module is one of others, or inside of one; "" is the whole model."""
+    return any(name == other or name.startswith(f"{other}.") or not other for other in others)
 
 
 def same_memory(tensor: Tensor) -> Tensor:

@@ -8,15 +8,8 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
 from plait.fusion.dispatch import alias_links
-from plait.fusion.dispatch.fallback import (
-    find_rule,
-    is_in_place,
-    loop,
-    may_write,
-    recover,
-    refuse_outside,
-    refuse_transformed,
-)
+from plait.fusion.dispatch.fallback import find_rule, is_in_place, loop, may_write, recover
+from plait.fusion.dispatch.refusals import refuse_outside, refuse_transformed
 from plait.fusion.dispatch.registry import (
     PER_TRIAL_RULES,
     READING_RULES,

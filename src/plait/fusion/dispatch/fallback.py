@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import types
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _StopRecomputationError
 
+from plait.fusion.dispatch.one_trial import one_trial, stack_outcomes
+from plait.fusion.dispatch.refusals import (
+    as_strided,
+    name_of,
+    no_fused_form,
+    refuse_random,
+    refuse_reshaping,
+    refuse_shared_target,
+    refuse_values,
+)
 from plait.fusion.dispatch.registry import (
     READING_RULES,
     RULES,
@@ -24,34 +34,21 @@ from plait.fusion.dispatch.registry import (
 from plait.fusion.dispatch.tensor import (
     LayoutError,
     PastRulesError,
-    Trials,
     TrialTensor,
     leaves,
     trials_of,
     wrap,
 )
-from plait.fusion.errors import FusionError, user_line
+from plait.fusion.errors import FusionError
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import PerTrial
 
-# Functions that return values to Python, which can take only one branch.
-_VALUES = (
-    "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __array__ is_nonzero equal "
-    "allclose nonzero argwhere unique unique_consecutive masked_select bincount __contains__"
-)
-# Those among them that return one value: allowed if all trials have the same.
-_SCALARS = "item __bool__ __int__ __float__ __index__ is_nonzero equal allclose __contains__"
 _METADATA = (
     "size dim numel nelement ndimension is_floating_point is_complex is_signed element_size get_device "
     "is_contiguous storage_offset __len__ is_inference is_conj is_neg __hash__"
 )
 # Functions whose names look like those that write.
 _READING = ("__int__", "__index__", "__invert__")
-_RESHAPING = "transpose_ t_ squeeze_ unsqueeze_ resize_ resize_as_ swapaxes_ swapdims_ set_"
-RANDOM = (
-    "rrelu rrelu_ exponential_ geometric_ cauchy_ log_normal_ randint_like multinomial "
-    "normal_ uniform_ normal poisson random_"
-)
 
 
 def find_rule(function: Function) -> Rule:
@@ -77,7 +74,7 @@ READING_RULES.add(metadata)
 def descend(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Run torch's Python implementation of `function` on trial tensors; its operations have rules."""
     if function in _descending:
-        raise RecursionError(f"{_name(function)} calls itself")
+        raise RecursionError(f"{name_of(function)} calls itself")
     _descending.append(function)
     try:
         with without_draws(function):
@@ -97,34 +94,16 @@ def recover(rule: Rule, function: Function, args: Arguments, kwargs: Options, fa
     if final or isinstance(failure, (torch.OutOfMemoryError, _StopRecomputationError)):
         raise failure
     if rule in _FINAL:
-        raise _unknown(function, failure) from failure
+        raise no_fused_form(function, failure) from failure
     try:
         return _loop_anyhow(function, args, kwargs)
     except FusionError:
         raise
     except Exception as lone_failure:
         if isinstance(lone_failure, (AssertionError, RecursionError, LayoutError)):
-            raise _unknown(function, failure) from failure
+            raise no_fused_form(function, failure) from failure
         # The call is also wrong for a plain tensor, and torch says why.
         raise lone_failure from None
-
-
-def refuse_outside(function: Function) -> NoReturn:
-    """Raise FusionError for a trial tensor used outside of a fused module's call."""
-    raise FusionError(
-        f"{user_line()}\n  calls {_name(function)} on a tensor that a fused model kept, after its call has "
-        f"ended, where other tensors have the trials axis first",
-        "return it from the model, or compute with it in fused.map(function, ...)",
-    )
-
-
-def refuse_transformed(function: Function) -> NoReturn:
-    """Raise FusionError inside transforms of torch.func: they would differentiate the sum over trials."""
-    raise FusionError(
-        f"{user_line()}\n  calls {_name(function)} on tensors of the trials within a transform of torch.func "
-        f"(grad, vjp, jvp, jacrev, vmap, ...), which does not support trials",
-        "name the module in fuse(..., unfused=[...]), or use torch.autograd.grad",
-    )
 
 
 def _loop_anyhow(function: Function, args: Arguments, kwargs: Options) -> Any:
@@ -155,18 +134,6 @@ def _trials_outermost(value: Any) -> Any:
     if not isinstance(value, TrialTensor) or value.stacked.is_contiguous():
         return value
     return TrialTensor(value.stacked.contiguous(), value.trials)
-
-
-def _unknown(function: Function, failure: Exception) -> FusionError:
-    message = " ".join(str(failure).split())
-    return FusionError(
-        f"{user_line()}\n  calls {_name(function)} in a way that has no fused form ({message[:160]})",
-        "name the module in fuse(..., unfused=[...]), or write the call another way",
-    )
-
-
-def _name(function: Function) -> str:
-    return getattr(function, "__name__", str(function))
 
 
 class without_draws:
@@ -231,8 +198,8 @@ def vmap_rule(function: Function, args: Arguments, kwargs: Options) -> Any:
 def _in_place(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Compute an in-place function by its out-of-place version, and write the result."""
     refuse_shared_target(function, args)
-    lasting = getattr(torch.Tensor, _name(function).removesuffix("_"), None)
-    if lasting is None or _name(function).startswith("__"):
+    lasting = getattr(torch.Tensor, name_of(function).removesuffix("_"), None)
+    if lasting is None or name_of(function).startswith("__"):
         return loop(function, args, kwargs)
     # On a copy, as autograd may save it and it is written below.
     outcome = lasting(args[0].clone(), *args[1:], **kwargs)
@@ -302,123 +269,12 @@ def may_write(function: Function) -> bool:
     return is_in_place(function) or (code is not None and "inplace" in code.co_varnames)
 
 
-def refuse_shared_target(function: Function, args: Arguments) -> None:
-    """Raise FusionError if values that differ between trials are written to a tensor that they share."""
-    if not isinstance(args[0], TrialTensor):
-        raise FusionError(
-            f"{user_line()}\n  writes what differs between trials into a tensor that all trials share; make "
-            f"that tensor from one of the model's own (x.new_zeros(...), torch.zeros_like(x)), or write it "
-            f"without the in-place operation"
-        )
-
-
-def one_trial(values: Any, trial: int, rows: Rows | None = None) -> Any:
-    """`values` as one trial sees them: its slice of each trial tensor, its value of each hyperparameter."""
-    # If some tensors are known to have rows, the others (such as class weights) have none.
-    known = rows is not None and any(
-        isinstance(x, TrialTensor) and x.rows_at is not None for x in leaves(values)
-    )
-
-    def pick(value: Any) -> Any:
-        if isinstance(value, TrialTensor):
-            part = value.stacked[trial]
-            return part if rows is None or (known and value.rows_at is None) else rows.cut(part, trial)
-        return value.of(trial) if isinstance(value, PerTrial) else value
-
-    return pytree.tree_map(pick, values)
-
-
-def stack_outcomes(outcomes: list[Any], trials: Trials) -> Any:
-    """The results of all trials, stacked into trial tensors."""
-    flat, spec = zip(*(pytree.tree_flatten(outcome) for outcome in outcomes))
-    if any(other != spec[0] for other in spec):
-        raise FusionError(f"{user_line()}\n  returns a different structure in some trials")
-    return pytree.tree_unflatten([_join(values, trials) for values in zip(*flat)], spec[0])
-
-
-def _join(values: tuple[Any, ...], trials: Trials) -> Any:
-    if not isinstance(values[0], Tensor):
-        if any(value != values[0] for value in values[1:]):
-            raise FusionError(
-                f"{user_line()}\n  returns a Python value that differs between trials: {values}",
-                "name the module in fuse(..., unfused=[...])",
-            )
-        return values[0]
-    shapes = {tuple(value.shape) for value in values}
-    if len(shapes) > 1:
-        raise FusionError(
-            f"{user_line()}\n  has different shapes in different trials: {sorted(shapes)}; expected one"
-        )
-    return TrialTensor(torch.stack(values), trials)
-
-
-# Here transformers asks only whether a mask is all ones, to do without it; with it every trial is right.
-_ASKS_FOR_WHOLE_MASKS = "transformers/masking_utils.py"
-
-
-@rule(*_VALUES.split())
-def refuse_values(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Allow Python to read a value if all trials have the same; raise FusionError otherwise."""
-    trials = trials_of(args, kwargs)
-    name = _name(function)
-    if trials.count == 1:
-        outcome = function(*one_trial(args, 0), **one_trial(kwargs, 0))
-        return pytree.tree_map(
-            lambda x: wrap(x.unsqueeze(0), trials) if isinstance(x, Tensor) else x, outcome
-        )
-    if name in _SCALARS.split():
-        answers = [
-            function(*one_trial(args, trial), **one_trial(kwargs, trial)) for trial in range(trials.count)
-        ]
-        if all(answer == answers[0] for answer in answers):
-            # Every trial takes the same branch.
-            return answers[0]
-        if name == "__bool__" and user_line().partition(":")[0].endswith(_ASKS_FOR_WHOLE_MASKS):
-            return False
-    raise FusionError(
-        f"{user_line()}\n  reads a tensor's value in Python ({name}), and {trials.count} trials have "
-        f"{trials.count} values",
-        "name the module in fuse(..., unfused=[...]) to run it trial by trial",
-    )
-
-
-@rule(*RANDOM.split())
-def refuse_random(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Raise FusionError for a draw from torch's generator, which all trials share."""
-    name = _name(function)
-    raise FusionError(
-        f"{user_line()}\n  draws from torch's generator ({name}), which all trials share; use dropout, "
-        f"torch.rand_like, torch.randn_like or bernoulli_, which have a stream for each trial"
-    )
-
-
-@rule(*_RESHAPING.split())
-def refuse_reshaping(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Raise FusionError, as a trial tensor's shape cannot change in place."""
-    name = _name(function)
-    raise FusionError(f"{user_line()}\n  changes a shape in place ({name}); use {name.removesuffix('_')}")
-
-
 def strides(function: Function, args: Arguments, kwargs: Options) -> Any:
     """The strides: actual ones for a single trial, contiguous ones for several."""
     x = args[0]
     if x.trials.count > 1:
         return metadata(function, args, kwargs)
     return x.stacked[0].stride(*args[1:], **kwargs)
-
-
-@rule("as_strided", "as_strided_copy", "as_strided_scatter", "as_strided_")
-def as_strided(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Raw memory access: allowed for a single trial only, as the trials' memory is interleaved."""
-    x = args[0]
-    alone = isinstance(x, TrialTensor) and x.trials.count == 1 and x.stacked.storage_offset() == 0
-    if not alone or not function.__name__.startswith("as_strided") or "scatter" in function.__name__:
-        raise FusionError(
-            f"{user_line()}\n  reads memory beyond a tensor's shape (as_strided), possibly of other trials; "
-            f"use unfold, narrow or index_select, or name the module in fuse(..., unfused=[...])"
-        )
-    given = {**dict(zip(("size", "stride", "storage_offset"), args[1:])), **kwargs}
-    return TrialTensor(function(x.stacked[0], **given).unsqueeze(0), x.trials)
 
 
 def formatted(function: Function, args: Arguments, kwargs: Options) -> str:

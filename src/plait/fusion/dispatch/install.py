@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, unwrap
-
-Wrap = Callable[[Tensor], TrialTensor]
+from plait.fusion.errors import FusionError
 
 
 @dataclass(eq=False)
@@ -51,47 +50,157 @@ def slots_of(module: nn.Module, shared: Collection[str] = ()) -> list[Slot]:
     return slots
 
 
-class Wrappers:
-    """Caches the trial tensors around a module's tensors, while those do not change."""
+def separate(
+    slots: Iterable[Slot], trials: Trials, chosen: Callable[[Tensor], bool]
+) -> list[tuple[Tensor, TrialTensor]]:
+    """Give each trial its own copy of shared tensors; returns what was shared, with the trials' copies."""
+    copies: dict[int, tuple[Tensor, TrialTensor]] = {}
+    for slot in slots:
+        tensor = slot.tensor
+        if slot.is_shared and tensor is not None and chosen(tensor):
+            if id(tensor) not in copies:  # a tied weight has several slots
+                copies[id(tensor)] = tensor, TrialTensor(_copy_for(tensor, trials.count), trials)
+            slot.separate(copies[id(tensor)][1])
+    return list(copies.values())
 
-    def __init__(self, trials: Trials) -> None:
-        self.trials = trials
-        self._kept: dict[int, tuple[Tensor, Any, TrialTensor]] = {}
 
-    def __call__(self, tensor: Tensor) -> TrialTensor:
+def _copy_for(tensor: Tensor, trials: int) -> Tensor:
+    """A tensor of all trials with the values of a shared one; a parameter if that is one."""
+    values = tensor.detach().expand(trials, *tensor.shape).clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(values, False) if isinstance(tensor, nn.Parameter) else values
+
+
+class ModuleTensors:
+    """The parameters and buffers of a fused module, which are trial tensors during a call.
+
+    All trials share those named in `shared`, from which a name is removed when each trial gets its own;
+    `on_separated` is told then.
+    """
+
+    def __init__(
+        self, module: nn.Module, shared: set[str], trials: Trials, on_separated: Callable[[Slot], None]
+    ) -> None:
+        self.module, self.trials, self._shared = module, trials, shared
+        self._on_separated = on_separated
+        self._recurrent = recurrent_in(module)
+        refresh_recurrent(self._recurrent)
+        self._is_installed = False
+        # The trial tensors around the module's tensors, while those do not change.
+        self._wrappers: dict[int, tuple[Tensor, Any, TrialTensor]] = {}
+        self._find_slots()
+
+    def _find_slots(self) -> None:
+        self._parts = list(self.module.modules())
+        self._slots = slots_of(self.module, self._shared)
+        self.shared_slots = [slot for slot in self._slots if slot.is_shared and slot.tensor is not None]
+        self._known = {(id(part), name) for part in self._parts for name in part._buffers}
+        self._held_before = self._held()
+
+    def _held(self) -> list[Any]:
+        """The submodules and the number of buffers of each module, which differ once a forward adds some."""
+        return [(*part._modules.values(), len(part._buffers)) for part in self._parts]
+
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        """The tensors that all trials share, by name."""
+        return {slot.key: slot.tensor for slot in self.shared_slots if slot.is_shared}
+
+    def shared_ids(self) -> set[int]:
+        """The ids of the tensors that all trials share."""
+        return {id(slot.tensor) for slot in self.shared_slots if slot.is_shared}
+
+    def forget(self) -> None:
+        """Drop the trial tensors, after the module's tensors have changed."""
+        self._wrappers.clear()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Context in which the slots hold trial tensors; afterwards they are restored.
+
+        A buffer that the module reassigns meanwhile keeps the new value, as in a single model.
+        """
+        if self._is_installed:
+            yield
+            return
+        slots, versions = self._slots, self._versions()
+        before = [slot.tensors[slot.name] for slot in slots]
+        wrappers = [
+            tensor if tensor is None or slot.is_shared else self._wrap(tensor)
+            for slot, tensor in zip(slots, before)
+        ]
+        for slot, wrapper in zip(slots, wrappers):
+            slot.tensors[slot.name] = wrapper
+        refresh_recurrent(self._recurrent)
+        self._is_installed = True
+        try:
+            yield
+        finally:
+            self._is_installed = False
+            for slot, tensor, wrapper in zip(slots, before, wrappers):
+                now = slot.tensors[slot.name]
+                is_kept = now is wrapper or now is None
+                slot.tensors[slot.name] = (
+                    tensor if is_kept else _after_forward(slot, now, tensor, self.trials)
+                )
+            refresh_recurrent(self._recurrent)
+            self._drop_separated()
+        self._refuse_written(versions)
+        if self._held() != self._held_before:
+            self._adopt_buffers()
+
+    def _wrap(self, tensor: Tensor) -> TrialTensor:
         signature = (tensor.dtype, tensor.device, tensor.shape)
-        kept = self._kept.get(id(tensor))
+        kept = self._wrappers.get(id(tensor))
         if kept is not None and kept[0] is tensor and kept[1] == signature:
             return kept[2]
         wrapper = TrialTensor(tensor, self.trials)
-        self._kept[id(tensor)] = (tensor, signature, wrapper)
+        self._wrappers[id(tensor)] = (tensor, signature, wrapper)
         return wrapper
 
-    def forget(self) -> None:
-        self._kept.clear()
+    def _versions(self) -> dict[str, int]:
+        """How often each shared tensor was written; those of inference mode do not count it."""
+        try:
+            return {slot.key: slot.tensors[slot.name]._version for slot in self.shared_slots}
+        except RuntimeError:
+            return {}
 
+    def _refuse_written(self, before: Mapping[str, int]) -> None:
+        """Raise FusionError if a forward wrote to a shared tensor, unseen, so that trials are mixed up."""
+        for key, version in self._versions().items():
+            if before.get(key, version) != version:
+                raise FusionError(
+                    f"fused module: the forward has written to {key!r}, which all trials share, through "
+                    f"another tensor or out=...; call fused.unshare({key!r}) before, which gives each trial "
+                    f"its own, or fuse the models with share='never'"
+                )
 
-@contextmanager
-def installed(slots: list[Slot], recurrent: list[nn.RNNBase], wrap: Wrap, trials: Trials) -> Iterator[None]:
-    """Context in which the slots hold trial tensors; afterwards they are restored.
+    def _adopt_buffers(self) -> None:
+        """Keep buffers that a forward has registered, with the trials axis."""
+        for part in self.module.modules():
+            for name, buffer in part._buffers.items():
+                if isinstance(buffer, TrialTensor):
+                    part._buffers[name] = buffer.stacked.detach()
+                elif buffer is not None and (id(part), name) not in self._known:
+                    part._buffers[name] = stack([buffer] * self.trials.count)
+        self._find_slots()
 
-    A buffer that the module reassigns meanwhile keeps the new value, as in a single model.
-    """
-    before = [slot.tensors[slot.name] for slot in slots]
-    wrappers = [
-        tensor if tensor is None or slot.is_shared else wrap(tensor) for slot, tensor in zip(slots, before)
-    ]
-    for slot, wrapper in zip(slots, wrappers):
-        slot.tensors[slot.name] = wrapper
-    refresh_recurrent(recurrent)
-    try:
-        yield
-    finally:
-        for slot, tensor, wrapper in zip(slots, before, wrappers):
-            now = slot.tensors[slot.name]
-            is_kept = now is wrapper or now is None
-            slot.tensors[slot.name] = tensor if is_kept else _after_forward(slot, now, tensor, trials)
-        refresh_recurrent(recurrent)
+    def unshare(self, names: Iterable[str]) -> None:
+        """Give each trial its own copy of the shared tensors of these names, and of weights tied to them."""
+        ids = {id(slot.tensor) for slot in self.shared_slots if slot.key in names}
+        copies = separate(self.shared_slots, self.trials, lambda tensor: id(tensor) in ids)
+        if not self._is_installed:
+            for slot in self.shared_slots:
+                if any(slot.tensor is own for _, own in copies):
+                    slot.tensors[slot.name] = slot.tensor.stacked
+            self._drop_separated()
+        refresh_recurrent(self._recurrent)
+
+    def _drop_separated(self) -> None:
+        for slot in [slot for slot in self.shared_slots if slot.was_shared is not None]:
+            self.shared_slots.remove(slot)
+            self._shared.discard(slot.key)
+            self._on_separated(slot)
+            slot.was_shared = None
 
 
 def _after_forward(slot: Slot, now: Any, before: Any, trials: Trials) -> Any:

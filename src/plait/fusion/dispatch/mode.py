@@ -10,15 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from plait.fusion.dispatch.fallback import (
-    RANDOM,
-    body_of,
-    is_in_place,
-    one_trial,
-    refuse_random,
-    refuse_shared_target,
-    stack_outcomes,
-)
+from plait.fusion.dispatch.fallback import body_of, is_in_place
+from plait.fusion.dispatch.one_trial import one_trial, stack_outcomes
+from plait.fusion.dispatch.refusals import RANDOM, refuse_random, refuse_shared_target
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, spellings
 from plait.fusion.dispatch.separation import Separation, is_whole
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, leaves, unwrap, wrap

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.fusion.dispatch.fallback import is_in_place
-from plait.fusion.dispatch.install import Slot
+from plait.fusion.dispatch.install import Slot, separate
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, spellings
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.errors import FusionError, user_line
@@ -34,7 +33,7 @@ class Separation:
         self._slots = slots
         self._trials = trials
         # Tensors that were shared at the beginning of the forward, with the trials' copies.
-        self._separated: list[tuple[Tensor, Tensor]] = []
+        self._separated: list[tuple[Tensor, TrialTensor]] = []
 
     def __call__(self, function: Function, args: Arguments, kwargs: Options) -> tuple[Arguments, Options]:
         """The arguments of a call, with the trials' copies in the place of what is not shared (any more)."""
@@ -59,29 +58,16 @@ class Separation:
     def _separate(self, written: Tensor) -> None:
         """Give each trial a copy of the shared tensors in the memory that is about to be written."""
         memory = _memory(written)
-        copies: dict[int, Any] = {}
-        for slot in self._slots:
-            tensor = slot.tensor
-            if slot.is_shared and tensor is not None and _memory(tensor) == memory:
-                if id(tensor) not in copies:
-                    copies[id(tensor)] = TrialTensor(copy_for(tensor, self._trials.count), self._trials)
-                    self._separated.append((tensor, copies[id(tensor)].stacked))
-                slot.separate(copies[id(tensor)])
+        self._separated += separate(self._slots, self._trials, lambda tensor: _memory(tensor) == memory)
 
     def _current(self, value: Any) -> Any:
         """The trials' copies of a tensor, or of a view of one, that is not shared any more."""
         if not _is_plain(value):
             return value
-        for before, stacked in self._separated:
+        for before, own in self._separated:
             if value is before or _memory(value) == _memory(before):
-                return TrialTensor(_same_view(value, before, stacked), self._trials)
+                return TrialTensor(_same_view(value, before, own.stacked), self._trials)
         return value
-
-
-def copy_for(tensor: Tensor, trials: int) -> Tensor:
-    """A tensor of all trials with the values of a shared one; a parameter if that is one."""
-    values = tensor.detach().expand(trials, *tensor.shape).clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(values, False) if isinstance(tensor, nn.Parameter) else values
 
 
 def _kind_of(function: Function) -> int:

@@ -50,7 +50,7 @@ def _adam(
 def adam(p: Tensor, g: Tensor, mean: Tensor, square: Tensor, numbers: Tensor, decoupled: bool) -> None:
     """One step in place; all in float32, each trial's elements contiguous.
 
-    `numbers` has a row per coefficient, in the order of Adam's `coefficient_names`, and a column per trial.
+    `numbers` has a row per coefficient, in the order of Adam's `coefficients`, and a column per trial.
     """
     trials, size = p.shape[0], p[0].numel()
     assert p.stride(0) == size

@@ -43,26 +43,23 @@ def trial_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> to
     single: torch.optim.Optimizer = make(groups)
     for group in fused.groups:
         for parameter in filter(parameters.__contains__, group["params"]):
-            clock = group.counts(parameter)
+            clock, single_parameter = group.counts(parameter), parameters[parameter]
             steps = (clock.steps if fused.kind.counts_steps else clock.pushes)[number].item()
-            state = fused.state[parameter]
+            trial_state: dict[str, Any] = {
+                name: _cut(tensor[number], single_parameter)
+                for name, tensor in fused.state[parameter].items()
+            }
             if steps == 0:
                 # SGD without momentum counts no steps.
-                if EMA in state and clock.steps[number].item():
-                    single.state[parameters[parameter]] = {
-                        EMA: _cut(state[EMA][number], parameters[parameter])
-                    }
-                continue
-            trial_state: dict[str, Any] = {
-                name: _cut(tensor[number], parameters[parameter]) for name, tensor in state.items()
-            }
-            if "momentum_decay" in fused.kind.hyperparameters:
-                trial_state["mu_product"] = clock.mu_product[number].cpu().clone()
-            if fused.kind.has_step:
+                trial_state = {EMA: trial_state[EMA]} if EMA in trial_state and clock.steps[number] else {}
+            elif fused.kind.has_step:
                 trial_state["step"] = torch.tensor(steps, dtype=torch.float32)
-                if group.numbers.get("momentum", [1.0] * (number + 1))[number] == 0.0:
+                if not group.numbers.get("momentum", [1.0] * (number + 1))[number]:
                     trial_state.pop("momentum_buffer", None)
-            single.state[parameters[parameter]] = trial_state
+                if "momentum_decay" in fused.kind.hyperparameters:
+                    trial_state["mu_product"] = clock.mu_product[number].cpu().clone()
+            if trial_state:
+                single.state[single_parameter] = trial_state
     return single
 
 

@@ -27,13 +27,12 @@ class OptimizerKind:
 
     `states(numbers, common, dim)` are the names of a parameter's states; it has `dim` axes in each trial.
     `coefficients(h, clock)` takes the hyperparameters and the step counts of each trial and returns the
-    `coefficient_names`; `update(p, g, state, c, common)` changes a parameter and its states in place.
+    coefficients `c` of `update(p, g, state, c, common)`, which changes a parameter and its states in place.
     """
 
     torch_class: type[torch.optim.Optimizer]
     hyperparameters: Mapping[str, float | None]
     states: Callable[[Mapping[str, Sequence[float]], Common, int], list[str]]
-    coefficient_names: tuple[str, ...]
     coefficients: Callable[[Vectors, StepClock], dict[str, Tensor]]
     update: Callable[[Tensor, Tensor, dict[str, Tensor], Vectors, Common], None]
     common: Mapping[str, Any] = field(default_factory=dict)
@@ -53,10 +52,12 @@ class OptimizerKind:
     first_state: Callable[[Vectors, Tensor, str], Tensor] = _zeros
     # What of a parameter the optimizer cannot update, if anything.
     objection: Callable[[Tensor], str | None] = lambda parameter: None
-    # Torch's fused kernel for all parameters of one trial, if there is one.
-    kernel: Callable[[UpdateTensors], None] | None = None
+    # Torch's fused kernel for all parameters of one trial, if there is one, and the lists of tensors that it
+    # takes after those of parameters and gradients; the hyperparameters and `common` are its options.
+    kernel: Callable[..., None] | None = None
+    kernel_states: tuple[str, ...] = ()
     # Same as `update`, by one of our kernels in one pass over all trials; on a GPU, in float32. The
-    # coefficients are one tensor, with a row per name.
+    # coefficients are one tensor, with a row for each in the order of `coefficients`.
     one_pass: Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Common], None] | None = None
 
     def torch_names(self) -> dict[str, Any]:
@@ -68,20 +69,3 @@ class OptimizerKind:
         parts = [name for names in self.tuples.values() for name in names]
         single = {name: value for name, value in numbers.items() if name not in parts}
         return single | {name: tuple(numbers[part] for part in of) for name, of in self.tuples.items()}
-
-
-@dataclass(frozen=True)
-class UpdateTensors:
-    """One trial's slices of all tensors, as arguments of torch's fused kernels.
-
-    `found_inf` is nonzero if the trial's gradients are not finite and it is skipped.
-    """
-
-    parameters: Sequence[Tensor]
-    gradients: Sequence[Tensor]
-    states: Mapping[str, Sequence[Tensor]]
-    steps: Sequence[Tensor]
-    lr: Tensor | float
-    numbers: Mapping[str, float]
-    common: Common
-    found_inf: Tensor | None

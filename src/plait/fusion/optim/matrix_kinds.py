@@ -11,6 +11,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from plait.fusion.optim.kind import Common, OptimizerKind, Vectors
 from plait.fusion.optim.step_clock import StepClock
+from plait.fusion.optim.trial_gradients import of_trials
 
 
 def _adafactor_states(h: Mapping[str, Sequence[float]], common: Common, dim: int) -> list[str]:
@@ -27,11 +28,9 @@ def _adafactor_start(h: Vectors, parameter: Tensor, name: str) -> Tensor:
 def _adafactor_coefficients(h: Vectors, clock: StepClock) -> dict[str, Tensor]:
     step = clock.steps.double() + 1
     return {
+        **h,
         "size": torch.minimum(h["lr"], step.rsqrt()),
         "enter": step ** h["beta2_decay"],
-        "eps1": h["eps1"],
-        "eps2": h["eps2"],
-        "d": h["d"],
         "shrink": 1 - h["lr"] * h["weight_decay"],
     }
 
@@ -64,17 +63,11 @@ def _rms(x: Tensor) -> Tensor:
     """The root mean square of each trial, with an axis of size 1 for each of a parameter's."""
     size = x[0].numel()
     norms: Tensor = torch.linalg.vector_norm(x.reshape(x.shape[0], size), dim=1).div_(math.sqrt(size))
-    return norms.view(-1, *(1,) * (x.dim() - 1))
+    return of_trials(norms, x)
 
 
 def _muon_coefficients(h: Vectors, clock: StepClock) -> dict[str, Tensor]:
-    return {
-        "lr": h["lr"],
-        "enter": 1 - h["momentum"],
-        "momentum": h["momentum"],
-        "eps": h["eps"],
-        "shrink": 1 - h["lr"] * h["weight_decay"],
-    }
+    return {**h, "enter": 1 - h["momentum"], "shrink": 1 - h["lr"] * h["weight_decay"]}
 
 
 def _muon(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
@@ -129,7 +122,6 @@ ADAFACTOR = OptimizerKind(
     torch.optim.Adafactor,
     {"lr": 1e-2, "beta2_decay": -0.8, "eps1": None, "eps2": 1e-3, "d": 1.0, "weight_decay": 0.0},
     _adafactor_states,
-    ("size", "enter", "eps1", "eps2", "d", "shrink"),
     _adafactor_coefficients,
     _adafactor,
     {"maximize": False},
@@ -144,7 +136,6 @@ MUON = OptimizerKind(
     torch.optim.Muon,
     {"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "eps": 1e-7},
     lambda h, common, dim: ["momentum_buffer"],
-    ("lr", "enter", "momentum", "eps", "shrink"),
     _muon_coefficients,
     _muon,
     {

@@ -12,48 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.fusion.optim.kind import Common, OptimizerKind, UpdateTensors, Vectors
+from plait.fusion.optim.kind import Common, OptimizerKind, Vectors
 from plait.fusion.optim.matrix_kinds import ADAFACTOR, MUON
 from plait.fusion.optim.step_clock import StepClock, nadam_momentum
+from plait.fusion.optim.trial_gradients import of_trials
 from plait.workloads.lion import Lion
 
 _BETAS = {"betas": ("beta1", "beta2")}
+_ADAMS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
 
 
-def _sgd_kernel(tensors: UpdateTensors) -> None:
-    numbers = tensors.numbers
-    uses_momentum = numbers["momentum"] != 0.0
+def _sgd_kernel(
+    parameters: list[Tensor], gradients: list[Tensor], buffers: list[Tensor], momentum: float, **options: Any
+) -> None:
     update: Callable[..., None] = torch._fused_sgd_
+    # With a buffer of zeros, the first step needs no special case.
     update(
-        tensors.parameters,
-        tensors.gradients,
-        list(tensors.states["momentum_buffer"]) if uses_momentum else [],
-        lr=tensors.lr,
-        weight_decay=numbers["weight_decay"],
-        momentum=numbers["momentum"],
-        dampening=0.0,
-        nesterov=tensors.common["nesterov"],
-        maximize=False,
-        # With a buffer of zeros, the first step needs no special case.
+        parameters,
+        gradients,
+        buffers if momentum else [],
+        momentum=momentum,
         is_first_step=False,
-        found_inf=tensors.found_inf,
-    )
-
-
-def _adam_kernel(function: Callable[..., None], tensors: UpdateTensors) -> None:
-    others = {name: number for name, number in tensors.numbers.items() if name != "lr"}
-    function(
-        tensors.parameters,
-        tensors.gradients,
-        tensors.states["exp_avg"],
-        tensors.states["exp_avg_sq"],
-        tensors.states.get("max_exp_avg_sq", []),
-        list(tensors.steps),
-        lr=tensors.lr,
-        **others,
-        amsgrad=tensors.common["amsgrad"],
-        maximize=False,
-        found_inf=tensors.found_inf,
+        **options,
     )
 
 
@@ -63,16 +43,14 @@ def _sgd_coefficients(h: Vectors, clock: StepClock) -> dict[str, Tensor]:
     enter = torch.where(clock.pushes == 0, 1.0, 1.0 - h["dampening"])
     stays = h["momentum"] == 0
     return {
-        "lr": h["lr"],
-        "decay": h["weight_decay"],
-        "momentum": h["momentum"],
+        **h,
         "keep": torch.where(stays, 1.0, h["momentum"]),
         "enter": torch.where(stays, 0.0, enter),
     }
 
 
 def _sgd(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
-    g = g + c["decay"] * p
+    g = g + c["weight_decay"] * p
     if "momentum_buffer" in state:
         buffer = state["momentum_buffer"]
         buffer.mul_(c["keep"]).add_(g * c["enter"])
@@ -155,7 +133,7 @@ def _nadam(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: C
 
 def _lion_coefficients(h: Vectors, clock: StepClock) -> dict[str, Tensor]:
     return {
-        "lr": h["lr"],
+        **h,
         "turn": 1 - h["beta1"],
         "enter": 1 - h["beta2"],
         "shrink": 1 - h["lr"] * h["weight_decay"],
@@ -177,21 +155,13 @@ def _rmsprop_states(h: Mapping[str, Sequence[float]], common: Common, dim: int) 
 
 
 def _rmsprop_coefficients(h: Vectors, clock: StepClock) -> dict[str, Tensor]:
-    return {
-        "lr": h["lr"],
-        "keep": h["alpha"],
-        "enter": 1 - h["alpha"],
-        "eps": h["eps"],
-        "decay": h["weight_decay"],
-        "momentum": h["momentum"],
-        "push": torch.ones_like(h["lr"]),
-    }
+    return {**h, "enter": 1 - h["alpha"], "push": torch.ones_like(h["lr"])}
 
 
 def _rmsprop(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
-    g = g + c["decay"] * p
+    g = g + c["weight_decay"] * p
     square = state["square_avg"]
-    square.mul_(c["keep"]).add_(g * g * c["enter"])
+    square.mul_(c["alpha"]).add_(g * g * c["enter"])
     centre = square
     if common["centered"]:
         mean = state["grad_avg"]
@@ -206,27 +176,22 @@ def _rmsprop(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common:
 def _adagrad_start(h: Vectors, parameter: Tensor, name: str) -> Tensor:
     start = h["initial_accumulator_value"]
     start = (torch.complex(start, start) if parameter.is_complex() else start).to(parameter.dtype)
-    return torch.zeros_like(parameter, requires_grad=False) + start.view(-1, *(1,) * (parameter.dim() - 1))
+    return torch.zeros_like(parameter, requires_grad=False) + of_trials(start, parameter)
 
 
 def _adagrad(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
-    g = g + c["decay"] * p
+    g = g + c["weight_decay"] * p
     total = state["sum"]
     total.add_(g * g)
     p.sub_(g / (total.sqrt() + c["eps"]) * c["lr"])
 
 
-def _adadelta_coefficients(h: Vectors, clock: StepClock) -> dict[str, Tensor]:
-    rho = h["rho"]
-    return {"lr": h["lr"], "eps": h["eps"], "decay": h["weight_decay"], "keep": rho, "enter": 1 - rho}
-
-
 def _adadelta(p: Tensor, g: Tensor, state: dict[str, Tensor], c: Vectors, common: Common) -> None:
-    g = g + c["decay"] * p
+    g = g + c["weight_decay"] * p
     square, moved = state["square_avg"], state["acc_delta"]
-    square.mul_(c["keep"]).add_(g * g * c["enter"])
+    square.mul_(c["rho"]).add_(g * g * c["enter"])
     change = (moved + c["eps"]).sqrt() / (square + c["eps"]).sqrt() * g
-    moved.mul_(c["keep"]).add_(change * change * c["enter"])
+    moved.mul_(c["rho"]).add_(change * change * c["enter"])
     p.sub_(change * c["lr"])
 
 
@@ -236,15 +201,15 @@ def _adam_kind(
     """Adam, with its weight decay in the gradient or, `decoupled`, applied to the weights."""
     return OptimizerKind(
         torch_class,
-        {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": weight_decay},
+        {**_ADAMS, "weight_decay": weight_decay},
         lambda h, common, dim: ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if common["amsgrad"] else [])],
-        ("size", "root", "eps", "enter1", "enter2", "keep2", "decay", "shrink"),
         _adam_coefficients,
         partial(_adam, decoupled),
         {"amsgrad": False, "maximize": False},
         _BETAS,
         keeping=frozenset(("keep2", "shrink", "root", "eps")),
-        kernel=partial(_adam_kernel, fused),
+        kernel=fused,
+        kernel_states=("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"),
         one_pass=partial(_adam_pass, decoupled),
     )
 
@@ -254,7 +219,6 @@ KINDS: Mapping[str, OptimizerKind] = {
         torch.optim.SGD,
         {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0},
         lambda h, common, dim: ["momentum_buffer"] if any(h["momentum"]) else [],
-        ("lr", "decay", "momentum", "keep", "enter"),
         _sgd_coefficients,
         _sgd,
         {"nesterov": False, "maximize": False},
@@ -262,6 +226,7 @@ KINDS: Mapping[str, OptimizerKind] = {
         has_step=False,
         keeping=frozenset(("keep",)),
         kernel=_sgd_kernel,
+        kernel_states=("momentum_buffer",),
     ),
     "adam": _adam_kind(torch.optim.Adam, 0.0, torch._fused_adam_, decoupled=False),
     "adamw": _adam_kind(torch.optim.AdamW, 1e-2, torch._fused_adamw_, decoupled=True),
@@ -269,22 +234,16 @@ KINDS: Mapping[str, OptimizerKind] = {
         torch.optim.RMSprop,
         {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0},
         _rmsprop_states,
-        ("lr", "keep", "enter", "eps", "decay", "momentum", "push"),
         _rmsprop_coefficients,
         _rmsprop,
         {"centered": False, "maximize": False},
-        keeping=frozenset(("keep", "eps", "momentum")),
+        keeping=frozenset(("alpha", "eps", "momentum")),
     ),
     "adagrad": OptimizerKind(
         torch.optim.Adagrad,
         {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10},
         lambda h, common, dim: ["sum"],
-        ("lr", "eps", "decay"),
-        lambda h, clock: {
-            "lr": h["lr"] / (1 + clock.steps * h["lr_decay"]),
-            "eps": h["eps"],
-            "decay": h["weight_decay"],
-        },
+        lambda h, clock: {**h, "lr": h["lr"] / (1 + clock.steps * h["lr_decay"])},
         _adagrad,
         {"maximize": False},
         keeping=frozenset(("eps",)),
@@ -294,24 +253,15 @@ KINDS: Mapping[str, OptimizerKind] = {
         torch.optim.Adadelta,
         {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0},
         lambda h, common, dim: ["square_avg", "acc_delta"],
-        ("lr", "eps", "decay", "keep", "enter"),
-        _adadelta_coefficients,
+        lambda h, clock: {**h, "enter": 1 - h["rho"]},
         _adadelta,
         {"maximize": False},
-        keeping=frozenset(("keep", "eps")),
+        keeping=frozenset(("rho", "eps")),
     ),
     "nadam": OptimizerKind(
         torch.optim.NAdam,
-        {
-            "lr": 2e-3,
-            "beta1": 0.9,
-            "beta2": 0.999,
-            "eps": 1e-8,
-            "weight_decay": 0.0,
-            "momentum_decay": 4e-3,
-        },
+        {**_ADAMS, "lr": 2e-3, "momentum_decay": 4e-3},
         lambda h, common, dim: ["exp_avg", "exp_avg_sq"],
-        ("push", "size", "root", "eps", "enter1", "enter2", "keep2", "decay", "shrink"),
         _nadam_coefficients,
         _nadam,
         {"decoupled_weight_decay": False, "maximize": False},
@@ -322,7 +272,6 @@ KINDS: Mapping[str, OptimizerKind] = {
         Lion,
         {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0},
         lambda h, common, dim: ["exp_avg"],
-        ("lr", "turn", "enter", "shrink"),
         _lion_coefficients,
         _lion,
         {"maximize": False},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from plait.fusion.optim.kind import OptimizerKind
 from plait.fusion.optim.optimizer_kinds import KINDS
 from plait.fusion.optim.step_clock import StepClock, distinct
 from plait.fusion.trials.per_trial import Number, PerTrial, one_each
+from plait.sync.weight_ema import EMA
 
 
 class FusedGroup(dict[str, Any]):
@@ -25,12 +26,15 @@ class FusedGroup(dict[str, Any]):
     it.
     """
 
-    def __init__(self, kind: str, trials: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, kind: str, trials: int, device: torch.device, dtype: torch.dtype, keeps_ema: bool = False
+    ) -> None:
         super().__init__()
         self.kind_name = kind
         self.trials = trials
         self.device = device
         self.dtype = dtype
+        self.keeps_ema = keeps_ema
         # The trials' values of each hyperparameter, also on the device; in float64, since 1 - beta ** step
         # loses digits in float32.
         self.numbers: dict[str, list[float]] = {}
@@ -52,7 +56,14 @@ class FusedGroup(dict[str, Any]):
 
     def state_names(self, dims: int) -> tuple[str, ...]:
         """The names of the states of a parameter with `dims` axes, given the current hyperparameters."""
-        return tuple(self.kind.states(self.numbers, self.switches, dims - 1))
+        names = self.kind.states(self.numbers, self.switches, dims - 1)
+        return (*names, EMA) if self.keeps_ema else tuple(names)
+
+    def first_state(self, parameter: Tensor, name: str) -> Tensor:
+        """A state of a parameter before its first step."""
+        if name == EMA:
+            return parameter.detach().clone()
+        return self.kind.first_state(self.vectors, parameter, name)
 
     @property
     def clocks(self) -> list[StepClock]:
@@ -176,10 +187,11 @@ class FusedGroup(dict[str, Any]):
             clock.steps[number] = clock.pushes[number] = 0.0
             clock.mu_product[number] = 1.0
 
-    def rewrite(self, change: Callable[[Tensor], Tensor], numbers: Sequence[int]) -> None:
-        """Select the trials `numbers`, in this order; `change` does the same to a tensor."""
+    def select(self, index: Tensor) -> None:
+        """Select trials by their numbers, in this order."""
+        numbers = index.tolist()
         # Parameters that share a clock continue to.
-        changed = {id(clock): clock.mapped(change) for clock in self.clocks}
+        changed = {id(clock): clock.mapped(lambda row: row[index]) for clock in self.clocks}
         self.trials = len(numbers)
         self._set_clocks({parameter: changed[id(clock)] for parameter, clock in self._clock_of.items()})
         self.vectors = {}
@@ -192,6 +204,14 @@ class FusedGroup(dict[str, Any]):
 def _split(value: Any) -> tuple[Any, ...]:
     """The parts of a tuple such as `betas`: each a float or one per trial; or from one tuple per trial."""
     return tuple(map(list, zip(*value))) if isinstance(value[0], (tuple, list)) else tuple(value)
+
+
+def plain_value(value: Any) -> Any:
+    """A group's value for a saved state: a number, or a list of them if trials differ."""
+    if isinstance(value, tuple) and any(isinstance(one, PerTrial) for one in value):
+        trials = next(len(one.values) for one in value if isinstance(one, PerTrial))
+        return [list(pair) for pair in zip(*(one_each("", one, trials) for one in value))]
+    return list(value.values) if isinstance(value, PerTrial) else value
 
 
 def as_switch(default: Any, value: Any) -> Any:

@@ -36,7 +36,7 @@ def clip_gradients(
         norms = sum_squares(norms.square()).sqrt()
     scale = (limit.to(norms.dtype) / (norms + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        gradient.mul_(_of_trials(scale, gradient))
+        gradient.mul_(of_trials(scale, gradient))
     before: Tensor = norms
     return before
 
@@ -50,12 +50,12 @@ def unscale_gradients(gradients: Sequence[Tensor], inverse: Tensor | None, trial
     for gradient in gradients:
         if inverse is not None:
             factor = inverse.to(gradient.dtype)
-            gradient.mul_(_of_trials(factor, gradient) if factor.dim() else factor)
+            gradient.mul_(of_trials(factor, gradient) if factor.dim() else factor)
         overflowed |= ~gradient.reshape(trials, -1).isfinite().all(1)
     return overflowed
 
 
-def _of_trials(numbers: Tensor, like: Tensor) -> Tensor:
+def of_trials(numbers: Tensor, like: Tensor) -> Tensor:
     """One number per trial, in a shape that broadcasts with `like`."""
     return numbers.view(-1, *(1,) * (like.dim() - 1))
 
@@ -66,30 +66,27 @@ def refuse_joint_updates(module: nn.Module) -> None:
     They would clip or scale the gradients of all trials by a common number.
     """
     _modules.add(module)
-    clip: Any = clip_grad._clip_grads_with_norm_
-    if hasattr(clip, "refuses_fused"):
-        return
+    if not hasattr(clip_grad._clip_grads_with_norm_, "refuses_fused"):
+        clip_grad._clip_grads_with_norm_ = _checked_clip(clip_grad._clip_grads_with_norm_)
+        # Not by hooks of optimizers, which every step of a fused one would have to look for.
+        for kind in _JOINT_UPDATES:
+            kind.step = _checked_step(kind.step)
 
+
+def _checked_clip(clip: Callable[..., Any]) -> Any:
     @functools.wraps(clip)
     def checked(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        _check_lone(given)
+        if _are_fused(given):
+            raise FusionError(
+                "clip_grad_norm_: found parameters of a fused module, whose trials would be clipped by their "
+                "common norm; expected fused.clip_grad_norm_(max_norm), or FusedOptimizer(..., "
+                "clip_norm=...), which clip each trial by its own"
+            )
         return clip(given, *args, **kwargs)
 
     checked.refuses_fused = True  # type: ignore[attr-defined]
-    clip_grad._clip_grads_with_norm_ = checked
-    # Not by hooks of optimizers, which every step of a fused one would have to look for.
-    for kind in _JOINT_UPDATES:
-        kind.step = _checked_step(kind.step)
-
-
-def _check_lone(parameters: Sequence[Tensor]) -> None:
-    if _are_fused(parameters):
-        raise FusionError(
-            "clip_grad_norm_: found parameters of a fused module, whose trials would be clipped by their "
-            "common norm; expected fused.clip_grad_norm_(max_norm), or FusedOptimizer(..., clip_norm=...), "
-            "which clip each trial by its own"
-        )
+    return checked
 
 
 def _checked_step(step: Callable[..., Any]) -> Callable[..., Any]:

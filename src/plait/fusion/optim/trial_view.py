@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -81,21 +82,18 @@ class TrialView(torch.optim.Optimizer):
         return f"TrialView(trial {self.number} of {self._optimizer.kind_name})"
 
 
-class TrialGroup(dict[str, Any]):
+class TrialGroup(UserDict[str, Any]):
     """One trial's values of a group: numbers of the fused one, and what a scheduler adds for itself."""
 
     def __init__(self, view: TrialView, group: FusedGroup) -> None:
-        names = group.kind.torch_names()
-        super().__init__({name: value for name, value in group.items() if name in group.kind.common})
-        self._view, self._group, self._names = view, group, names
-        self["params"] = group["params"]
-        for name in names:
-            super().__setitem__(name, None)
+        super().__init__()
+        self._view, self._group, self._names = view, group, group.kind.torch_names()
+        self.data = {name: group[name] for name in ("params", *group.kind.common, *self._names)}
 
     def __getitem__(self, name: str) -> Any:
         if name in self._names:
             return self._group.of_trial(name, self._view.place())
-        return super().__getitem__(name)
+        return self.data[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self._names:
@@ -106,29 +104,8 @@ class TrialGroup(dict[str, Any]):
                 f"optimizer.trial: {name} is the same for all trials; set it in the fused groups"
             )
         else:
-            super().__setitem__(name, value)
+            self.data[name] = value
 
     def is_own(self, name: str) -> bool:
         """Whether a value is a scheduler's, not the fused group's."""
         return not (name == "params" or name in self._names or name in self._group.kind.common)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            return default
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
-
-    def items(self) -> Any:
-        return {name: self[name] for name in self}.items()
-
-    def values(self) -> Any:
-        return {name: self[name] for name in self}.values()

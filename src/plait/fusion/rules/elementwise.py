@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from plait.fusion.dispatch import alias_links
-from plait.fusion.dispatch.fallback import is_in_place, loop, refuse_shared_target, refuse_values
+from plait.fusion.dispatch.fallback import is_in_place, loop
+from plait.fusion.dispatch.refusals import refuse_shared_target, refuse_values
 from plait.fusion.dispatch.registry import (
     RULES,
     Arguments,

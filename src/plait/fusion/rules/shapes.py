@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.fusion.dispatch.fallback import loop, refuse_shared_target, vmap_rule
+from plait.fusion.dispatch.fallback import loop, vmap_rule
+from plait.fusion.dispatch.refusals import refuse_shared_target
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, getter, rule
 from plait.fusion.dispatch.tensor import TrialTensor, leaves, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line

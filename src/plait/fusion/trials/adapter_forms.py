@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from plait.fusion.copies import copy_of_structure
 from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch
-from plait.fusion.trials.unfused import note_trials
+from plait.fusion.trials.partial_gradients import note_trials
 from plait.workloads.adapters.forms import (
     AdapterError,
     AdapterForm,
@@ -125,7 +125,7 @@ class ArrayForms:
 def _merging_alone(model: nn.Module) -> nn.Module:
     """A trial's module that copies what merging its adapter writes to, as the other trials have it too."""
     if is_adapted(model) and hasattr(model.base_model, _BEFORE_MERGE):
-        vars(model.base_model)[_BEFORE_MERGE] = Patch(_take_base, model.base_model)  # type: ignore[arg-type]
+        vars(model.base_model)[_BEFORE_MERGE] = Patch(_take_base, model.base_model)
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from plait.core.names import did_you_mean
 from plait.fusion.check import check_structure, different_attributes, tensor_attributes
-from plait.fusion.copies import gradient_hooks
+from plait.fusion.copies import gradient_hooks, held_values
 from plait.fusion.dispatch.install import slots_of
-from plait.fusion.dispatch.tensor import TrialTensor, leaves
+from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.sharing import equal_values, is_same_view
-from plait.fusion.trials.per_trial import PerTrial, float_holders
+from plait.fusion.trials.per_trial import PerTrial, float_holders, one_each
 from plait.workloads.adapters.forms import is_adapted
 
 log = logging.getLogger(__name__)
@@ -42,12 +42,8 @@ def keep_trials(
         )
     index = torch.tensor(list(numbers), device=fused.seeds.device)
     frozen = [position for position, number in enumerate(numbers) if number in fused.frozen]
-    before = fused.trials
-    if fused.plain_models:
-        fused.plain_models = [fused.plain_models[number] for number in numbers]
-    _rewrite(fused, lambda tensor: tensor[index])
-    _rewrite_lists(fused, before, lambda values: [values[number] for number in numbers])
-    optimizer.rewrite(lambda tensor: tensor[index], numbers)
+    _select(fused, index)
+    optimizer.select(index)
     if seeds is not None:
         fused.seeds.copy_(torch.tensor(list(seeds)))
     fused.freeze(frozen)
@@ -124,8 +120,9 @@ def check_joining(fused: FusedModule, models: Sequence[nn.Module]) -> None:
 
 def _let_differ(fused: FusedModule, number: int, model: nn.Module) -> None:
     """Unfuse submodules whose Python state, such as a counter, differs from that of the new model."""
-    check_structure([fused.array_trial(number), model])
-    for path, name in different_attributes(fused.array_trial(number), model):
+    before = fused.array_trial(number)
+    check_structure([before, model])
+    for path, name in different_attributes(before, model):
         fused.unfuse(path, f"its attribute {name} changes as it trains")
 
 
@@ -155,19 +152,11 @@ def _write_model(fused: FusedModule, number: int, model: nn.Module) -> None:
             part.__dict__[name] = fused.of_trials(before)
         part.__dict__[name].stacked[number].copy_(after.detach())
     for path, part in fused.module.named_modules():
-        own = vars(parts[path])
-        for holder, key in float_holders(vars(part)):
-            floats = own if holder is vars(part) else own.get(_name_of(holder, part), {})
+        for holder, key, floats in float_holders(vars(part), vars(parts[path])):
             if key in floats:
-                value = holder[key]
-                values = list(value.values) if isinstance(value, PerTrial) else [value] * fused.trials
+                values = one_each(key, holder[key], fused.trials)
                 values[number] = float(floats[key])
                 holder[key] = PerTrial(values) if len(set(values)) > 1 else values[0]
-
-
-def _name_of(holder: dict[Any, Any], part: nn.Module) -> str:
-    """The attribute of `part` that is this dict."""
-    return next(name for name, value in vars(part).items() if value is holder)
 
 
 def _unshare_other(fused: FusedModule, model: nn.Module) -> None:
@@ -185,48 +174,32 @@ def _unshare_other(fused: FusedModule, model: nn.Module) -> None:
             fused.unlike_base = [*fused.unlike_base, name]
 
 
-def _rewrite(fused: FusedModule, change: Callable[[Tensor], Tensor]) -> None:
-    """Apply `change` to every tensor that has the trials axis; parameters stay the same objects."""
+def _select(fused: FusedModule, index: Tensor) -> None:
+    """Select trials in all that has one value for each; parameters stay the same objects."""
     shared = fused.shared_ids()
     for parameter in fused.module.parameters():
         if id(parameter) not in shared:
-            parameter.data = change(parameter.data)
+            parameter.data = parameter.data[index]
             parameter.grad = None
     # A buffer with several names stays one tensor.
     changed: dict[int, tuple[Tensor, Tensor]] = {}
     for part in fused.module.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and id(buffer) not in shared:
-                known = changed.setdefault(id(buffer), (buffer, change(buffer)))
-                part._buffers[name] = known[1]
-    _rewrite_attributes(fused.module, change)
-    fused.seeds, fused.ages = change(fused.seeds), change(fused.ages)
-    fused.set_count(len(fused.seeds))
-
-
-def _rewrite_attributes(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Apply `change` to trial tensors in plain attributes, also in lists, tuples and dicts.
-
-    They are detached, as their autograd history refers to parameters with the old number of trials.
-    """
-    kept = [
-        value
-        for part in module.modules()
-        for name, value in vars(part).items()
-        if name not in ("_parameters", "_buffers", "_modules")
-    ]
-    for tensor in {id(leaf): leaf for leaf in leaves(kept) if isinstance(leaf, TrialTensor)}.values():
-        tensor._stacked = change(tensor.stacked.detach())
-
-
-def _rewrite_lists(fused: FusedModule, before: int, change: Callable[[list[Any]], list[Any]]) -> None:
+                part._buffers[name] = changed.setdefault(id(buffer), (buffer, buffer[index]))[1]
+    for value in held_values(fused.module):
+        if isinstance(value, TrialTensor):
+            # Detached, as its autograd history refers to parameters with the old number of trials.
+            value._stacked = value.stacked.detach()[index]
+    numbers = index.tolist()
     for part in fused.module.modules():
-        for holder, key in float_holders(vars(part)):
+        for holder, key, _ in float_holders(vars(part)):
             if isinstance(holder[key], PerTrial):
-                holder[key] = PerTrial(change(list(holder[key].values)))
-    fused.forms.own = change(fused.forms.own) if fused.forms.own else []
-    for hooks in fused.gradient_hooks:
-        hooks[:] = change(hooks)
-    numbers = change(list(range(before)))
+                holder[key] = PerTrial([holder[key].of(number) for number in numbers])
+    lists: list[list[Any]] = [fused.plain_models, fused.forms.own, *fused.gradient_hooks]
+    for values in filter(None, lists):
+        values[:] = [values[number] for number in numbers]
+    fused.seeds, fused.ages = fused.seeds[index], fused.ages[index]
+    fused.set_count(len(numbers))
     for modules in fused.per_trial_modules.values():
         modules.reorder(numbers)

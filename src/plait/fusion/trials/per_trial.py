@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -78,13 +78,20 @@ class PerTrial(float):
         return hash(self.values)
 
 
-def float_holders(attributes: dict[str, Any]) -> Iterator[tuple[dict[Any, Any], Any]]:
-    """The floats in a module's attributes, also in dicts among them: the dict that holds it, and its key."""
+def float_holders(
+    attributes: dict[str, Any], others: Mapping[str, Any] | None = None
+) -> Iterator[tuple[dict[Any, Any], Any, Mapping[Any, Any]]]:
+    """The floats in a module's attributes, also in dicts among them: the dict that holds it, and its key.
+
+    The last is the dict in the same place among the attributes `others`.
+    """
+    others = {} if others is None else others
     for name, value in list(attributes.items()):
         if isinstance(value, float):
-            yield attributes, name
+            yield attributes, name, others
         elif type(value) is dict:
-            yield from ((value, key) for key, one in list(value.items()) if isinstance(one, float))
+            keys = [key for key, one in value.items() if isinstance(one, float)]
+            yield from ((value, key, others.get(name, {})) for key in keys)
 
 
 def one_each(name: str, value: Number, trials: int) -> list[float]:

@@ -7,11 +7,10 @@ tensor for all trials.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +18,15 @@ from torch.utils import _pytree as pytree
 
 from plait.fusion.copies import independent_copy
 from plait.fusion.describe import describe
-from plait.fusion.dispatch.install import slots_of
+from plait.fusion.dispatch.install import ModuleTensors, Slot, slots_of
+from plait.fusion.dispatch.one_trial import stack_outcomes
 from plait.fusion.dispatch.random import Streams
-from plait.fusion.dispatch.tensor import Trials, TrialTensor
-from plait.fusion.errors import FusionError, user_line
+from plait.fusion.dispatch.tensor import TrialTensor
+from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch
 from plait.fusion.sharing import equal_values
-from plait.fusion.trials.padding import Rows
-from plait.fusion.trials.per_trial import PerTrial
-from plait.fusion.trials.row_wise import call_once, is_row_wise, rows_at
+from plait.fusion.trials.one_by_one import one_by_one, slice_of
+from plait.fusion.trials.partial_gradients import DeliverGradient
 from plait.fusion.trials.single_trial import SingleTrialMode, seeded_for
 
 _HOOKS = (
@@ -36,42 +35,21 @@ _HOOKS = (
 )  # fmt: skip
 
 
-class SharesTensors(Protocol):
-    """A fused module, some tensors of which all trials share."""
-
-    module: nn.Module
-
-    @property
-    def shared(self) -> dict[str, Tensor]: ...
-
-    def shared_ids(self) -> set[int]: ...
-
-    def unshare(self, name: str) -> None: ...
-
-
 class PerTrialModules:
     """The per-trial modules of one submodule `part` of a fused model.
 
-    This object takes ownership of `modules`. `tied` are the parameters of `part` that other submodules also
-    hold: their gradients flow through slices, those of the others through per-trial parameters. Of tensors
-    that all trials of `fused` share, the modules of all trials hold the same memory.
+    This object takes ownership of `modules`. Gradients of parameters that other submodules also hold flow
+    through slices, those of the others through per-trial parameters. Of tensors that all trials share, the
+    modules hold the same memory.
     """
 
     def __init__(
-        self,
-        part: nn.Module,
-        modules: Sequence[nn.Module],
-        trials: Trials,
-        tied: set[int],
-        why: str,
-        fused: SharesTensors,
+        self, part: nn.Module, modules: Sequence[nn.Module], why: str, tensors: ModuleTensors
     ) -> None:
         self.part = part
         self.modules = list(modules)
-        self.trials = trials
         self.why = why
-        self._tied = tied
-        self._fused = fused
+        self._connect(tensors)
         # The modes in which the module was seen not to write to shared tensors.
         self._checked: set[bool] = set()
         # Whether the module writes to shared input tensors, so that each trial needs a copy; None if unknown.
@@ -81,49 +59,58 @@ class PerTrialModules:
         part.forward = Patch(self._run, part)
         self.point()
 
-    def _parameters(self, module: nn.Module) -> list[tuple[nn.Parameter, Any]]:
-        """Pairs of a fused parameter and one trial's, without duplicates."""
-        stacked = dict(_named(self.part, "_parameters"))
-        pairs = {}
-        for name, parameter in _named(module, "_parameters"):
-            if name in stacked and parameter.is_leaf:
-                pairs[id(parameter)] = (_inner(stacked[name]), parameter)
-        return list(pairs.values())
+    def _whole(self) -> dict[str, Tensor]:
+        """The parameters and buffers of all trials, by their names in `part`."""
+        return {slot.key: _inner(slot.tensor) for slot in slots_of(self.part) if slot.tensor is not None}
 
-    def point(self, only: Container[int] | None = None) -> None:
-        """Make the trials' parameters and buffers views of the current fused ones; or `only` of these, by id.
+    def _parameters(self) -> list[tuple[int, Any, Any]]:
+        """A trial's number, a fused parameter and the trial's own."""
+        whole = self._whole()
+        return [
+            (number, whole[slot.key], slot.tensor)
+            for number, module in enumerate(self.modules)
+            for slot in slots_of(module)
+            if not slot.is_buffer and slot.key in whole and slot.tensor.is_leaf
+        ]
+
+    def point(self, start: int = 0) -> None:
+        """Make the parameters and buffers of trials, from `start` on, views of the current fused ones.
 
         Gradients of the trials' parameters are added to the fused ones.
         """
-        shared = self._fused.shared_ids()
-        for number, module in enumerate(self.modules):
-            for stacked, parameter in self._parameters(module):
-                slice_ = stacked.data if id(stacked) in shared else stacked.data[number]
-                if only is None or id(stacked) in only:
-                    self._point_at(stacked, parameter, slice_, number)
-        buffers = dict(_named(self.part, "_buffers"))
-        for number, module in enumerate(self.modules):
+        whole, shared = self._whole(), self._tensors.shared_ids()
+        for number, module in enumerate(self.modules[start:], start):
             kept: dict[int, Tensor] = {}
-            for holder, name, key in _slots(module, "_buffers"):
-                inner = _inner(buffers.get(key))
-                if inner is not None and (only is None or id(inner) in only):
-                    own = inner.detach() if id(inner) in shared else inner.detach()[number]
+            for slot in slots_of(module):
+                if (stacked := whole.get(slot.key)) is not None:
                     # Through `data`, each trial has its own version counter.
-                    holder[name] = kept.setdefault(id(inner), own.data)
+                    own = stacked.data if id(stacked) in shared else stacked.data[number]
+                    self._point_at(slot, stacked, kept.setdefault(id(stacked), own), number)
 
-    def _point_at(self, stacked: nn.Parameter, parameter: nn.Parameter, slice_: Tensor, number: int) -> None:
-        if parameter.requires_grad != stacked.requires_grad:
-            parameter.requires_grad_(stacked.requires_grad)
-        if not _is_same_memory(parameter, slice_):
-            parameter.data = slice_
-        if parameter.requires_grad and id(stacked) not in self._tied and "deliver" not in parameter.__dict__:
-            parameter.__dict__["deliver"] = parameter.register_post_accumulate_grad_hook(
-                _Deliver(stacked, number)
-            )
+    def _point_at(self, slot: Slot, stacked: Any, own: Tensor, number: int) -> None:
+        parameter = slot.tensor
+        if slot.is_buffer:
+            slot.tensors[slot.name] = own
+        elif parameter.is_leaf:
+            if parameter.requires_grad != stacked.requires_grad:
+                parameter.requires_grad_(stacked.requires_grad)
+            if not _is_same_memory(parameter, own):
+                parameter.data = own
+            is_delivered = "deliver" in parameter.__dict__ or id(stacked) in self._tied
+            if parameter.requires_grad and not is_delivered:
+                deliver = DeliverGradient(stacked, number)
+                parameter.__dict__["deliver"] = parameter.register_post_accumulate_grad_hook(deliver)
 
-    def restore(self, tied: set[int]) -> None:
+    def _connect(self, tensors: ModuleTensors) -> None:
+        self._tensors, self.trials = tensors, tensors.trials
+        self._tied = _tied_in(self.part, tensors.module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tensors": None}
+
+    def restore(self, tensors: ModuleTensors) -> None:
         """Connect to the fused parameters again, after copying or unpickling."""
-        self._tied = tied
+        self._connect(tensors)
         self._replace_all(self.modules)
 
     def reorder(self, numbers: Sequence[int]) -> None:
@@ -152,25 +139,24 @@ class PerTrialModules:
         """A copy of one trial's module, independent of the fused model; `memo` has copies of its tensors."""
         module = self.modules[number]
         self.point()
-        for kind in ("_parameters", "_buffers"):
-            stacked = dict(_named(self.part, kind))
-            for key, tensor in _named(module, kind):
-                if key in stacked and id(stacked[key]) in memo:
-                    memo[id(tensor)] = memo[id(stacked[key])]
+        whole = self._whole()
+        for slot in slots_of(module):
+            if slot.tensor is not None and id(whole.get(slot.key)) in memo:
+                memo[id(slot.tensor)] = memo[id(whole[slot.key])]
         return independent_copy(module, memo)
 
     def _run(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
         self.point()
         slices = self._slices_of_tied()
-        with _one_by_one(self.trials) as singles:
+        with one_by_one(self.trials) as singles:
             outcomes = self._outcomes(singles, slices, args, kwargs)
         self._keep_written()
-        return _joined(outcomes, self.trials, type(self.part).__qualname__)
+        return stack_outcomes(outcomes, self.trials, type(self.part).__qualname__, self.trials.rows)
 
     def _outcomes(
         self, singles: list[Streams], slices: dict[int, tuple[Tensor, ...]], args: Any, kwargs: Any
     ) -> list[Any]:
-        given = [_slice_of((args, kwargs), number, self.trials.rows) for number in range(self.trials.count)]
+        given = [slice_of((args, kwargs), number, self.trials.rows) for number in range(self.trials.count)]
         plain = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Tensor]
         pristine = {id(leaf): leaf.clone() for leaf in plain} if self._copies is None else {}
         counted = not any(leaf.is_inference() for leaf in plain)
@@ -201,8 +187,8 @@ class PerTrialModules:
 
     def _shared(self) -> dict[str, Tensor]:
         """The shared tensors in this part, by their names in the fused module."""
-        inner = {id(_inner(t)) for kind in ("_parameters", "_buffers") for _, t in _named(self.part, kind)}
-        return {name: tensor for name, tensor in self._fused.shared.items() if id(tensor) in inner}
+        inner = {id(tensor) for tensor in self._whole().values()}
+        return {name: tensor for name, tensor in self._tensors.shared.items() if id(tensor) in inner}
 
     @contextmanager
     def _unshare_written(self) -> Iterator[None]:
@@ -214,199 +200,96 @@ class PerTrialModules:
             yield
             return
         self._checked.add(self.part.training)
-        # Backward may need what is written to a buffer, so the trial writes to a copy from the beginning.
-        before = {name: tensor.detach().clone() for name, tensor in shared.items()}
-        copies = self._copy_buffers_of_first({id(tensor) for tensor in shared.values()})
+        # The trial writes to copies, as the others begin with the shared values.
+        first, whole = slots_of(self.modules[0]), self._whole()
+        copies = {id(tensor): tensor.detach().clone() for tensor in shared.values()}
+        copied = [slot for slot in first if id(whole.get(slot.key)) in copies]
+        for slot in copied:
+            self._point_at(slot, whole[slot.key], copies[id(whole[slot.key])], 0)
         yield
-        own_ids = set()
         for name, tensor in shared.items():
-            current = copies.get(id(tensor), tensor)
-            if not equal_values(current, before[name]):
-                first = current.detach().clone()
-                tensor.data.copy_(before[name])
-                if name in self._fused.shared:  # else it was, under another name
-                    self._fused.unshare(name)
-                own = _inner(next(slot.tensor for slot in slots_of(self._fused.module) if slot.key == name))
-                own.data[0].copy_(first)
-                own_ids.add(id(own))
-        self.point(only=own_ids)
-        # Buffers that were not written; the module may have replaced others.
-        held = {id(copies[id(tensor)]): tensor for tensor in shared.values() if id(tensor) in copies}
-        for holder, key, _ in _slots(self.modules[0], "_buffers"):
-            if (unwritten := held.get(id(holder[key]))) is not None:
-                holder[key] = unwritten.detach().data
-
-    def _copy_buffers_of_first(self, shared: Container[int]) -> dict[int, Tensor]:
-        """Give the first trial copies of its shared buffers, by the id of these."""
-        buffers, copies = dict(_named(self.part, "_buffers")), dict[int, Tensor]()
-        for holder, name, key in _slots(self.modules[0], "_buffers"):
-            inner = _inner(buffers.get(key))
-            if inner is not None and id(inner) in shared:
-                holder[name] = copies.setdefault(id(inner), inner.detach().clone())
-        return copies
+            if not equal_values(copies[id(tensor)], tensor):
+                if name in self._tensors.shared:  # else it was, under another name
+                    self._tensors.unshare([name])
+                own = _inner(next(slot.tensor for slot in slots_of(self._tensors.module) if slot.key == name))
+                own.data[0].copy_(copies[id(tensor)])
+        self.point(start=1)
+        now = self._whole()
+        for slot in copied:
+            before, stacked = whole[slot.key], now[slot.key]
+            is_replaced = slot.tensor is None or not _is_same_memory(slot.tensor, copies[id(before)])
+            if not is_replaced:
+                self._point_at(slot, stacked, stacked.data if stacked is before else stacked.data[0], 0)
 
     def _unshare_replaced(self) -> None:
         """Give each trial its own of the shared parameters whose data a trial has replaced."""
         if not (names := {id(tensor): name for name, tensor in self._shared().items()}):
             return
-        pairs = [pair for module in self.modules for pair in self._parameters(module)]
-        for shared, parameter in pairs:
+        for _, shared, parameter in self._parameters():
             if id(shared) in names and not _is_same_memory(parameter, shared):
-                self._fused.unshare(names.pop(id(shared)))
+                self._tensors.unshare([names.pop(id(shared))])
 
     def _refuse_written(self) -> None:
         """Raise FusionError if a trial has written to a buffer that all share, since it was checked."""
-        shared = {id(tensor) for tensor in self._shared().values()}
-        inner = {key: id(_inner(tensor)) for key, tensor in _named(self.part, "_buffers")}
-        for module in self.modules:
-            for key, buffer in _named(module, "_buffers"):
-                # It was made when the trials' modules were pointed at the fused tensors.
-                if inner.get(key) in shared and not buffer.is_inference() and buffer._version:
-                    raise FusionError(
-                        f"{type(self.part).__qualname__} writes to its buffer {key!r}, which all trials "
-                        f"share; call fused.unshare before, or fuse the models with share='never'"
-                    )
+        whole, shared = self._whole(), self._tensors.shared_ids()
+        for slot in (slot for module in self.modules for slot in slots_of(module) if slot.is_buffer):
+            buffer = slot.tensor
+            # It was made when the trials' modules were pointed at the fused tensors.
+            is_shared = buffer is not None and id(whole.get(slot.key)) in shared
+            if is_shared and not buffer.is_inference() and buffer._version:
+                raise FusionError(
+                    f"{type(self.part).__qualname__} writes to its buffer {slot.key!r}, which all trials "
+                    f"share; call fused.unshare before, or fuse the models with share='never'"
+                )
 
     def _slices_of_tied(self) -> dict[int, tuple[Tensor, ...]]:
-        slices, shared = {}, self._fused.shared_ids()
-        for _, stacked in _named(self.part, "_parameters"):
-            inner = _inner(stacked)
-            if id(inner) in self._tied and id(inner) not in shared:
-                slices[id(inner)] = inner.unbind()
-        return slices
+        whole, shared = self._whole().values(), self._tensors.shared_ids()
+        return {id(t): t.unbind() for t in whole if id(t) in self._tied and id(t) not in shared}
 
     @torch.no_grad()
     def _keep_written(self) -> None:
         """Copy replaced parameter data and buffers back to the fused tensors."""
         self._refuse_written()
         self._unshare_replaced()
-        shared = self._fused.shared_ids()
-        for number, module in enumerate(self.modules):
-            for stacked, parameter in self._parameters(module):
-                if id(stacked) in shared:
-                    continue
-                slice_ = stacked.data[number]
-                if not _is_same_memory(parameter, slice_):
-                    slice_.copy_(parameter.data)
-                    parameter.data = slice_
-        every = [dict(_named(module, "_buffers")) for module in self.modules]
-        for holder, name, key in _slots(self.part, "_buffers"):
-            if holder[name] is None or any(key not in parameter for parameter in every):
+        shared = self._tensors.shared_ids()
+        for number, stacked, parameter in self._parameters():
+            if id(stacked) not in shared and not _is_same_memory(parameter, stacked.data[number]):
+                stacked.data[number].copy_(parameter.data)
+                parameter.data = stacked.data[number]
+        every = [{slot.key: slot.tensor for slot in slots_of(module)} for module in self.modules]
+        for slot in slots_of(self.part):
+            values = [tensors[slot.key] for tensors in every if tensors.get(slot.key) is not None]
+            if not slot.is_buffer or slot.tensor is None or len(values) < len(every):
                 continue
-            inner, values = _inner(holder[name]), [parameter[key] for parameter in every]
+            inner = _inner(slot.tensor)
             parts = [inner] * len(values) if id(inner) in shared else inner
             if all(_is_same_memory(value, part) for value, part in zip(values, parts)):
                 continue
             if len({tuple(value.shape) for value in values}) > 1:
-                raise FusionError(f"buffer {key}: has different shapes in different trials, expected one")
+                raise FusionError(
+                    f"buffer {slot.key}: has different shapes in different trials, expected one"
+                )
             with torch.enable_grad():
-                holder[name] = TrialTensor(torch.stack(values), self.trials)
+                slot.tensors[slot.name] = TrialTensor(torch.stack(values), self.trials)
 
 
-def _joined(outcomes: list[Any], trials: Trials, who: str) -> Any:
-    """The results of all trials as one."""
-    flat = [pytree.tree_flatten(outcome) for outcome in outcomes]
-    if any(spec != flat[0][1] for _, spec in flat):
-        raise FusionError(f"{user_line()}\n  returns a different structure in some trials")
-    leaves = [_joined_leaf(values, trials, who) for values in zip(*(values for values, _ in flat))]
-    return pytree.tree_unflatten(leaves, flat[0][1])
+def _tied_in(part: nn.Module, module: nn.Module) -> set[int]:
+    """The ids of the parameters of a submodule that other submodules also hold."""
+    inside = {id(one) for one in part.modules()}
+    outside = [one for one in module.modules() if id(one) not in inside]
+    held = {id(parameter) for one in outside for parameter in one._parameters.values()}
+    return {id(parameter) for parameter in part.parameters()} & held
 
 
-def _joined_leaf(values: tuple[Any, ...], trials: Trials, who: str) -> Any:
-    first = values[0]
-    if all(value is first for value in values):
-        return first
-    if all(isinstance(value, Tensor) for value in values):
-        return TrialTensor(torch.stack(_padded(values, trials.rows)), trials)
-    if all(isinstance(value, float) for value in values):
-        return first if len(set(values)) == 1 else PerTrial(values)
-    if len({describe(value) for value in values}) == 1 and not _holds_tensors(first):
-        return first
-    if len({type(value) for value in values}) > 1 or not hasattr(first, "__dict__"):
-        raise FusionError(
-            f"{who} returns {first!r} in one trial and "
-            f"{next(v for v in values if describe(v) != describe(first))!r} in another, and the "
-            f"fused model around it cannot use both; run the module that calls it trial by trial"
-        )
-    # An object of the user's class that holds each trial's tensors.
-    made = copy.copy(first)
-    for name in vars(first):
-        made.__dict__[name] = _joined([getattr(value, name) for value in values], trials, who)
-    return made
-
-
-@contextmanager
-def _one_by_one(trials: Trials) -> Iterator[list[Streams]]:
-    """Context in which trials run one by one on plain tensors; gives each one's random stream."""
-    assert trials.streams is not None, "trials ran outside of their fused model"
-    singles = [trials.streams.of_trial(number) for number in range(trials.count)]
-    before, trials.is_alone = trials.is_alone, True
-    try:
-        yield singles
-    finally:
-        trials.is_alone = before
-    trials.streams.follow(singles)
-
-
-def apply_alone(
-    trials: Trials, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """The result of `function`, such as a custom autograd function, for each trial, on plain tensors."""
-    if (at := rows_at(args, kwargs)) is not None:
-        with _one_by_one(trials):
-            if is_row_wise(function, args, kwargs, at):
-                return call_once(function, args, kwargs, at)
-    outcomes = []
-    with _one_by_one(trials) as singles:
-        for number, streams in enumerate(singles):
-            trial_args, trial_kwargs = _slice_of((args, kwargs), number, None)
-            with SingleTrialMode(streams):
-                outcomes.append(function(*trial_args, **trial_kwargs))
-    return _joined(outcomes, trials, getattr(function, "__qualname__", "a function"))
-
-
-class _Deliver:
-    """Gradient hook that adds one trial's gradient to the fused parameter's."""
-
-    def __init__(self, stacked: nn.Parameter, number: int) -> None:
-        self.stacked = stacked
-        self.number = number
-
-    def __call__(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if self.stacked.grad is None:
-            self.stacked.grad = torch.zeros_like(self.stacked)
-            # Trials that are not in this set have no gradient, not even zeros.
-            self.stacked.grad.__dict__["of_trials"] = set()
-        self.stacked.grad[self.number].add_(parameter.grad)
-        self.stacked.grad.__dict__.get("of_trials", set()).add(self.number)
-        parameter.grad = None
-
-
-def trials_without_gradient(parameter: Tensor, count: int) -> tuple[int, ...]:
-    """The trials for which a fused parameter has no gradient."""
-    if parameter.grad is None:
-        return tuple(range(count))
-    known = parameter.grad.__dict__.get("of_trials")
-    if known is None or len(known) == count:
-        return ()
-    return tuple(number for number in range(count) if number not in known)
-
-
-def trials_without_gradients(parameters: Sequence[Tensor], count: int) -> list[tuple[int, ...]]:
-    """The same for each of `parameters`, which have gradients."""
-    return [
-        trials_without_gradient(parameter, count) if "of_trials" in parameter.grad.__dict__ else ()
-        for parameter in parameters
-    ]
-
-
-def note_trials(parameter: Tensor, trials: Sequence[int]) -> None:
-    """Set the trials that have a gradient of a fused parameter; none given means all."""
-    if parameter.grad is not None:
-        parameter.grad.__dict__.pop("of_trials", None)
-        if trials:
-            parameter.grad.__dict__["of_trials"] = set(trials)
+def must_be_unfused(model: nn.Module) -> dict[str, str]:
+    """The submodules that must run trial by trial, by name, with the reasons."""
+    reasons = {}
+    for path, part in model.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:  # they must see the gradients of one trial
+            reasons[path] = "it has backward hooks"
+        elif isinstance(part, torch.jit.ScriptModule):
+            reasons[path] = "it is a scripted module"
+    return reasons
 
 
 @contextmanager
@@ -414,21 +297,21 @@ def _holding(
     slices: dict[int, tuple[Tensor, ...]], module: nn.Module, part: nn.Module, number: int
 ) -> Iterator[None]:
     """Context in which one trial's module holds slices of tied parameters of the fused `part`."""
-    stacked = dict(_named(part, "_parameters")) if slices else {}
+    stacked = {slot.key: id(_inner(slot.tensor)) for slot in slots_of(part)} if slices else {}
     held = [
-        (holder, name, holder[name], slices[id(_inner(stacked[key]))][number])
-        for holder, name, key in (_slots(module, "_parameters") if slices else ())
-        if key in stacked and id(_inner(stacked[key])) in slices
+        (slot, slot.tensor, slices[stacked[slot.key]][number])
+        for slot in (slots_of(module) if slices else ())
+        if stacked.get(slot.key) in slices
     ]
-    for holder, name, _, slice_ in held:
-        holder[name] = slice_
+    for slot, _, slice_ in held:
+        slot.tensors[slot.name] = slice_
     try:
         yield
     finally:
-        for holder, name, parameter, slice_ in held:
+        for slot, parameter, slice_ in held:
             if not _is_same_memory(slice_, parameter):  # its data was replaced
                 parameter.data.copy_(slice_.data)
-            holder[name] = parameter
+            slot.tensors[slot.name] = parameter
 
 
 def _follow_modes(part: nn.Module, module: nn.Module) -> None:
@@ -437,11 +320,6 @@ def _follow_modes(part: nn.Module, module: nn.Module) -> None:
     for path, submodule in module.named_modules():
         if path in parts and submodule.training != parts[path].training:
             submodule.training = parts[path].training
-
-
-def _holds_tensors(value: Any) -> bool:
-    inner = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type) else ()
-    return any(isinstance(part, Tensor) for part in inner)
 
 
 def _shape_of_objects(args: Any, kwargs: Any) -> Any:
@@ -460,31 +338,6 @@ def _is_same_memory(one: Tensor, other: Tensor) -> bool:
     return same and one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 
 
-def _slots(module: nn.Module, kind: str) -> list[tuple[Any, str, str]]:
-    """The slots of parameters or buffers: dictionary, name in it, full name."""
-    return [
-        (getattr(part, kind), name, f"{path}.{name}" if path else name)
-        for path, part in module.named_modules(remove_duplicate=False)
-        for name in list(getattr(part, kind).keys())
-    ]
-
-
-def _named(module: nn.Module, kind: str) -> list[tuple[str, Any]]:
-    return [(key, holder[name]) for holder, name, key in _slots(module, kind) if holder[name] is not None]
-
-
-def _slice_of(values: Any, number: int, rows: Rows | None) -> Any:
-    def pick(value: Any) -> Any:
-        if isinstance(value, TrialTensor):
-            part = value.stacked[number]
-            return part if rows is None else rows.cut(part, number)
-        if rows is not None and type(value) is Tensor and value.dim() and len(value) == rows.length:
-            return rows.cut(value, number)
-        return value.of(number) if isinstance(value, PerTrial) else value
-
-    return pytree.tree_map(pick, values)
-
-
 def _with_copies(values: Any, plain: list[Tensor], pristine: dict[int, Tensor]) -> Any:
     """The values with shared tensors as they were before the first trial ran."""
     known = {id(leaf) for leaf in plain}
@@ -495,17 +348,3 @@ def _with_copies(values: Any, plain: list[Tensor], pristine: dict[int, Tensor]) 
         return value
 
     return pytree.tree_map(pick, values)
-
-
-def _padded(values: tuple[Tensor, ...], rows: Rows | None) -> list[Tensor]:
-    """The trials' results in one shape: padding is added to results without it."""
-    shapes = sorted({tuple(value.shape) for value in values})
-    if len(shapes) == 1:
-        return list(values)
-    if rows is not None and all(rows.can_fill(value, number) for number, value in enumerate(values)):
-        filled = [rows.fill(value, number) for number, value in enumerate(values)]
-        if len({tuple(value.shape) for value in filled}) == 1:
-            return filled
-    raise FusionError(
-        f"{user_line()}\n  has different shapes in different trials: {shapes}; fused trials need one shape"
-    )

@@ -31,7 +31,7 @@ class Candidate(ABC):
     """Trials to be fused, and how they run on their batches, 0 and 1: fused and singly.
 
     `models` are the plain models, which are not changed. `rounding` is the precision of the coarsest dtype in
-    the computation. `in_stages`: trials are cut into stages, so the fused form traces through some modules.
+    the computation. `in_stages`: trials are cut into stages, so the fused form does not call all modules.
     `loss_alone`: losses are computed trial by trial; verification sets it if that is necessary.
     """
 
@@ -47,10 +47,10 @@ class Candidate(ABC):
     def prepare(self, trial: int) -> None:  # noqa: B027  (most have their own)
         """Load the initial weights of a trial into its model, if the model does not have them already."""
 
-    def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
-        """Fuse some trials as they will be trained: in one module, or in one per stage."""
+    def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> FusedModule:
+        """Fuse some trials as they will be trained."""
         check_models([self.models[trial] for trial in trials])
-        return [self._module(trials, unfused)]
+        return self._module(trials, unfused)
 
     def _module(self, trials: Sequence[int], unfused: Mapping[str, str]) -> FusedModule:
         seeds, rng_steps = ([x[trial] for trial in trials] for x in (self.seeds, self.rng_steps))
@@ -62,7 +62,7 @@ class Candidate(ABC):
         return held_once(models, self.share)
 
     @abstractmethod
-    def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
+    def together(self, fused: FusedModule, trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
         """The outputs of the fused trials, trials axis first, and their losses."""
 
     @abstractmethod
@@ -88,11 +88,10 @@ class CallCandidate(Candidate):
         super().__init__(models, fused.seeds.tolist(), fused.ages.tolist(), _rounding_of(fused.module))
         self._fused, self._function, self._calls, self._own = fused, function, calls, own
 
-    def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
-        (whole,) = fused
+    def together(self, fused: FusedModule, trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
         args, kwargs = self._arguments(batch, torch.tensor(trials), Shared)
-        outputs = whole.call(self._function, *args, **kwargs)
-        each = (pytree.tree_map_only(Tensor, itemgetter(n), outputs) for n in range(whole.trials))
+        outputs = fused.call(self._function, *args, **kwargs)
+        each = (pytree.tree_map_only(Tensor, itemgetter(n), outputs) for n in range(fused.trials))
         return outputs, torch.stack([_total(trial_outputs) for trial_outputs in each])
 
     def alone(self, trial: int, batch: int) -> tuple[Any, Tensor]:
@@ -119,11 +118,11 @@ class CallCandidate(Candidate):
     def prepare(self, trial: int) -> None:
         _follow(self.models[trial], self._fused, lambda x: x.detach()[trial].clone(), torch.clone)
 
-    def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> Sequence[FusedModule]:
+    def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> FusedModule:
         device = self._fused.seeds.device
         made, index = self._module(trials, unfused).to(device), torch.tensor(trials, device=device)
         _follow(made.module, self._fused, lambda x: x.detach()[index], _base_of)
-        return [made]
+        return made
 
 
 def calls_on(batches: Sequence[Any], trials: int) -> tuple[tuple[Arguments, Arguments], Sequence[Arguments]]:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plait.fusion.module import FusedModule, is_within
+from plait.fusion.module import FusedModule
+from plait.fusion.stacking import is_within
+from plait.fusion.trials.partial_gradients import trials_without_gradient
 from plait.fusion.trials.per_trial import PerTrial
-from plait.fusion.trials.unfused import trials_without_gradient
 from plait.verification import BUFFER, GRADIENT, Observation, observe_outputs
 
 ATTRIBUTE = "the attribute "
@@ -22,7 +23,7 @@ class FusedStep:
 
     def __init__(
         self,
-        fused: Sequence[FusedModule],
+        fused: FusedModule,
         outputs: Any,
         losses: Tensor,
         training: bool,
@@ -31,7 +32,7 @@ class FusedStep:
         self._outputs = pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), outputs)
         self._losses = losses.detach().clone()
         self._training = training
-        self._parts = [_left_in(one, training, first_names) for one in fused]
+        self._left = _left_in(fused, training, first_names)
 
     def of_trial(self, trial: int, model: nn.Module) -> dict[str, Tensor | None]:
         """The observations of one trial, under the names of its plain model."""
@@ -43,9 +44,7 @@ class FusedStep:
         if self._training:
             observation |= {f"{GRADIENT}{name}": None for name, _ in model.named_parameters()}
         observation |= {f"{BUFFER}{name}": buffer for name, buffer in model.named_buffers()}
-        for part in self._parts:
-            observation |= part[trial]
-        return observation
+        return observation | self._left[trial]
 
 
 def _of_trial(leaf: Any, trial: int) -> Any:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,18 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.core.errors import PlaitError
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
-from plait.fusion.module import FusedModule, is_within
+from plait.fusion.module import FusedModule
+from plait.fusion.stacking import is_within
 from plait.fusion.verify.candidates import Candidate
 from plait.fusion.verify.fused_step import (
     ATTRIBUTE,
     FusedStep,
     changes_in_python,
-    numbers_in,
 )
-from plait.fusion.verify.plain_run import PlainRun
+from plait.fusion.verify.plain_trial import PlainModelFailed, PlainTrial, first_line, perturb_trial
 from plait.verification import (
     BUFFER,
     Difference,
@@ -46,7 +44,6 @@ from plait.verification.verify import (
     Mismatch,
     NotRepeatableError,
     Phase,
-    Reference,
     first_differences,
     locate,
     verify,
@@ -62,10 +59,6 @@ FEW_PHASES = (Phase(True, 0), Phase(False, 0))
 _ATTEMPTS = 12
 # After this time, and a multiple of the first comparison, the whole model is unfused instead of modules.
 _SEARCH_S, _SEARCH_TIMES = 20.0, 6.0
-# The relative size of the perturbation of the trials' weights.
-PERTURBATION = 0.01
-# How many numbers are drawn for it; larger weights repeat them. A prime, so that rows differ.
-_DRAWN = 4093
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _WHOLE = "the whole model"
 _LOSS = "the loss"
@@ -73,14 +66,6 @@ _NOT_REPEATABLE = (
     "a single model gives another result when it is run again from the same state with the same random "
     "numbers: its forward depends on something outside of the model (a global variable, a file, the time)"
 )
-
-
-class _PlainModelFailed(Exception):
-    """A plain model raises an error."""
-
-    def __init__(self, trial: int, why: str) -> None:
-        super().__init__(why)
-        self.trial = trial
 
 
 @dataclass(frozen=True)
@@ -169,7 +154,7 @@ class _Verifier:
         try:
             left = verify(self._find, self._mend, _ATTEMPTS + 2)
             refused = None if left is None else left.why
-        except _PlainModelFailed as failure:
+        except PlainModelFailed as failure:
             refused = f"the plain model of trial {failure.trial} fails on these batches: {failure}"
             failed = {failure.trial: str(failure)}
         except NotRepeatableError:
@@ -181,13 +166,13 @@ class _Verifier:
         """The first trial, and its first phase, that differs from its plain model."""
         # Run the first plain model before fusing, to see whether it raises by itself.
         first = self._trials[0]
-        alone = list(_PlainTrial(self, first).run())
+        alone = list(self._plain(first).run())
         if all(phase.training for phase in self.phases[:2]):
             self.has_python_state = changes_in_python(alone)
         try:
             fused = self._fuse()
         except FusionError as failure:
-            return Mismatch(_first_line(failure), "", trial=first)
+            return Mismatch(first_line(failure), "", trial=first)
         steps: list[FusedStep] = []
         failed: Mismatch | None = None
         for phase in range(len(alone)):
@@ -196,7 +181,7 @@ class _Verifier:
             except torch.OutOfMemoryError:
                 raise
             except Exception as failure:  # the user's code can raise anything on fused tensors
-                why, module = _first_line(failure), failed_in(failure, [one.module for one in fused])
+                why, module = first_line(failure), failed_in(failure, [fused.module])
                 in_loss = module == IN_NONE and not self.candidate.loss_alone
                 unlike = [Difference(_LOSS, why)] if in_loss else []
                 failed = Mismatch(why, module, phase, first, unlike)
@@ -204,7 +189,7 @@ class _Verifier:
         del fused
         # If a step failed, compare one trial to see whether the steps before it were correct.
         for index, trial in enumerate(self._trials[:1] if failed is not None else self._trials):
-            reference = _PlainTrial(self, trial)
+            reference = self._plain(trial)
             expected = alone if index == 0 else list(reference.run(until=len(steps) - 1))
             steps_of_trial = (step.of_trial(index, reference.model) for step in steps)
             if (apart := first_differences(reference, expected, steps_of_trial, self._noise)) is not None:
@@ -221,7 +206,7 @@ class _Verifier:
         if self._mends == 1:
             # A single trial may be at fault: check that every plain model can take a step.
             for trial in self._trials[1:]:
-                list(_PlainTrial(self, trial).run(until=0))
+                list(self._plain(trial).run(until=0))
             self._limit_s = max(_SEARCH_S, _SEARCH_TIMES * self._searched_s)
         names = [difference.name for difference in mismatch.differences]
         only_loss = names[:1] == [_LOSS] and not _is_of_forward(mismatch)
@@ -260,23 +245,24 @@ class _Verifier:
             if path and type(part) is kind and not is_within(path, self.unfused)
         ]
 
-    def _fuse(self) -> Sequence[FusedModule]:
+    def _fuse(self) -> FusedModule:
         fused, names = self.candidate.fuse(self._trials, self.unfused), first_names(self._first)
-        for one in fused:
-            shared = one.shared_ids()
-            for name, parameter in one.module.named_parameters():
-                for index, trial in enumerate(() if id(parameter) in shared else self._trials):
-                    _perturb(parameter, parameter.data[index], names.get(name, name), trial)
+        shared = fused.shared_ids()
+        for name, parameter in fused.module.named_parameters():
+            for index, trial in enumerate(() if id(parameter) in shared else self._trials):
+                perturb_trial(parameter, parameter.data[index], names.get(name, name), trial)
         plain = dict(self._first.named_modules())
         self._called = {
             path: plain[path]
-            for one in fused
-            for path, part in one.module.named_modules()
+            for path, part in fused.module.named_modules()
             if path and path in plain and type(part) is not nn.Module and not isinstance(part, _CONTAINERS)
         }
         return fused
 
-    def observable(self, alone: Observation) -> Observation:
+    def _plain(self, trial: int) -> PlainTrial:
+        return PlainTrial(self.candidate, trial, self.phases, self.unfused, self._observable)
+
+    def _observable(self, alone: Observation) -> Observation:
         """The observations that exist for the fused form, which may not call all modules."""
         if not self.candidate.in_stages:
             return alone
@@ -287,16 +273,13 @@ class _Verifier:
             if not name.startswith(ATTRIBUTE) or name.rpartition(".")[0] in kept
         }
 
-    def _together(
-        self, fused: Sequence[FusedModule], number: int, trace: ModuleTrace | None = None
-    ) -> FusedStep:
+    def _together(self, fused: FusedModule, number: int, trace: ModuleTrace | None = None) -> FusedStep:
         """Run the fused trials in one phase."""
         training, batch = self.phases[number]
-        for one in fused:
-            if not training or not one.module.training:
-                one.train(training)
-            for parameter in one.parameters():
-                parameter.grad = None
+        if not training or not fused.module.training:
+            fused.train(training)
+        for parameter in fused.parameters():
+            parameter.grad = None
         torch.clear_autocast_cache()
         with same_random_numbers(7), torch.set_grad_enabled(training), trace or nullcontext():
             outputs, losses = self.candidate.together(fused, self._trials, batch)
@@ -308,12 +291,12 @@ class _Verifier:
         """The first module whose output differs from the plain model's."""
         index, phase = self._trials.index(mismatch.trial), mismatch.phase
         fused = self._fuse()
-        together = ModuleTrace([one.module for one in fused], lambda leaf: _of_trial(leaf, index))
+        together = ModuleTrace([fused.module], lambda leaf: _of_trial(leaf, index))
         try:
             for earlier in range(phase + 1):
                 self._together(fused, earlier, together if earlier == phase else None)
             kinds = ("values", "gradients") if _is_of_forward(mismatch) else ("gradients",)
-            located = locate(_PlainTrial(self, mismatch.trial), phase, together, kinds)
+            located = locate(self._plain(mismatch.trial), phase, together, kinds)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # tracing hooks may break the model: unfuse all of it
@@ -325,71 +308,9 @@ class _Verifier:
         return path_of(keys[0]) if kind == "values" else path_of(keys[-1]).rpartition(".")[0]
 
 
-class _PlainTrial(Reference):
-    """The plain model of one trial, with the random numbers that it draws in the array."""
-
-    def __init__(self, verifier: _Verifier, trial: int) -> None:
-        candidate = verifier.candidate
-        model, seed = candidate.models[trial], 1000 * (trial + 1)
-        super().__init__(model, verifier.phases, seed=seed, rounding=candidate.rounding)
-        self._verifier, self._trial = verifier, trial
-
-    def begin(self) -> None:
-        candidate, trial = self._verifier.candidate, self._trial
-        candidate.prepare(trial)
-        for name, parameter in self.model.named_parameters():
-            _perturb(parameter, parameter.data, name, trial)
-        self._plain_run = PlainRun(
-            self.model, candidate.seeds[trial], candidate.rng_steps[trial], self._verifier.unfused
-        )
-
-    def forward(self, phase: Phase) -> tuple[Any, Tensor]:
-        # Do not call train() in training, as submodules may be in evaluation mode on purpose.
-        if phase.training != self.model.training:
-            self.model.train(phase.training)
-        with self._plain_run.forward():
-            return self._verifier.candidate.alone(self._trial, phase.batch)
-
-    def visible(self, observed: Observation) -> Observation:
-        return self._verifier.observable(observed)
-
-    def run(
-        self, seed: int | None = None, until: int | None = None, trace: ModuleTrace | None = None
-    ) -> Iterator[Observation]:
-        """Run each phase, including Python numbers; stops early if evaluation raises an error."""
-        done = 0
-        try:
-            for step in super().run(seed, until, trace):
-                done += 1
-                yield {**step, **numbers_in(self.model)}
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as failure:  # the user's code can raise anything
-            if not self.phases[done].training:
-                return  # its forward may need gradients, for example
-            if isinstance(failure, PlaitError):
-                raise
-            raise _PlainModelFailed(self._trial, _first_line(failure)) from failure
-
-
 def _is_of_forward(mismatch: Mismatch) -> bool:
     """Whether outputs, buffers or attributes differ, not only gradients or the loss."""
     return any(d.name.startswith(("output", BUFFER, ATTRIBUTE)) for d in mismatch.differences)
-
-
-def _perturb(parameter: Tensor, values: Tensor, name: str, trial: int) -> None:
-    """Perturb one trial's values of a trained parameter, seeded by its name and the trial.
-
-    With identical weights, mixing up trials would go unnoticed.
-    """
-    if not trial or not parameter.requires_grad or not parameter.is_floating_point():
-        return
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {trial}".encode()))
-    with torch.no_grad():
-        few = torch.randn(min(_DRAWN, values.numel()), generator=generator).to(values)
-        times = -(-values.numel() // max(1, len(few)))
-        drawn = few.repeat(times)[: values.numel()].view(values.shape)
-        values.add_(drawn * values.abs().mean().clamp(min=1e-3), alpha=PERTURBATION)
 
 
 def _of_trial(leaf: Tensor, index: int) -> tuple[Tensor, Any]:
@@ -397,12 +318,3 @@ def _of_trial(leaf: Tensor, index: int) -> tuple[Tensor, Any]:
     if isinstance(leaf, TrialTensor):
         return leaf.stacked, lambda stacked: stacked[index]
     return leaf, lambda tensor: tensor
-
-
-def _first_line(failure: BaseException) -> str:
-    """The error in one line, without the advice of a FusionError."""
-    text = failure.what if isinstance(failure, FusionError) else str(failure)
-    text = text.strip() or type(failure).__name__
-    line = " ".join(part.strip() for part in text.splitlines()[:2])
-    line = line if isinstance(failure, PlaitError) else f"{type(failure).__name__}: {line}"
-    return line if len(line) <= 300 else f"{line[:297]}..."

@@ -95,14 +95,13 @@ class ArrayCandidate(Candidate):
         )
         self.loss_alone = False
 
-    def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
-        (whole,) = fused
+    def together(self, fused: FusedModule, trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
         contents, counts = self._contents(trials, batch)
         components = self._entries[0].components
         inputs, target = together(components, contents, max(counts))
-        with padded_rows(whole, counts), components.autocast():
-            outputs = forward(whole, inputs)
-            losses = self._losses(whole, trials, outputs, target, counts)
+        with padded_rows(fused, counts), components.autocast():
+            outputs = forward(fused, inputs)
+            losses = self._losses(fused, trials, outputs, target, counts)
         return self._comparable(outputs, batch), losses
 
     def _contents(self, trials: Sequence[int], batch: int) -> tuple[list[Any], list[int]]:

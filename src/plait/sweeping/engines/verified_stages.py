@@ -109,7 +109,7 @@ class StagedCandidate(ArrayCandidate):
         self._evaluated_routes = find_routes(self._evaluated, evaluated)
         self._cuts = [cut(self._traced, layers) for layers in stages.layout.stages]
 
-    def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> list[FusedModule]:
+    def fuse(self, trials: Sequence[int], unfused: Mapping[str, str]) -> FusedModule:
         for entry in self._entries:
             check_values(self._traced, self._stages.values, plain_values(entry.components.model))
         layers = {number: self._traced.select(each.layers) for number, each in enumerate(self._cuts)}
@@ -119,25 +119,24 @@ class StagedCandidate(ArrayCandidate):
         ]
         kept = of_stages(FusionReport(unfused), models[0]).unfused
         seeds, steps = ([x[trial] for trial in trials] for x in (self.seeds, self.rng_steps))
-        return [fuse(models, seeds, steps, kept, verify=False, share=self.share)]
+        return fuse(models, seeds, steps, kept, verify=False, share=self.share)
 
-    def together(self, fused: Sequence[FusedModule], trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
-        (whole,) = fused
+    def together(self, fused: FusedModule, trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
         contents, counts = self._contents(trials, batch)
         inputs, target = stacked(self._entries[0].components, contents, max(counts))
-        traced = self._traced if whole.training else self._evaluated
+        traced = self._traced if fused.training else self._evaluated
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
         values = dict(zip(traced.inputs, tensors, strict=True))
-        ages = whole.ages.clone()
+        ages = fused.ages.clone()
         for number in range(len(self._cuts)):
             # All stages are one forward of the trials.
-            whole.ages.copy_(ages)
-            values |= self._run(number, whole, values, counts)
-            whole.draws_before = whole.draws
-        whole.draws_before = 0
+            fused.ages.copy_(ages)
+            values |= self._run(number, fused, values, counts)
+            fused.draws_before = fused.draws
+        fused.draws_before = 0
         outputs = traced.rebuild_output([values[name] for name in traced.outputs])
-        with padded_rows(whole, counts), self._entries[0].components.autocast():
-            losses = self._losses(whole, trials, outputs, target, counts)
+        with padded_rows(fused, counts), self._entries[0].components.autocast():
+            losses = self._losses(fused, trials, outputs, target, counts)
         return self._comparable(outputs, batch), losses
 
     def _run(

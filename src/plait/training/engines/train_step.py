@@ -18,7 +18,7 @@ from torch import Tensor
 
 from plait.core.errors import PeerError
 from plait.data.loader import Batch
-from plait.fusion.trials.unfused import note_trials, trials_without_gradient
+from plait.fusion.trials.partial_gradients import note_trials, trials_without_gradient
 from plait.launcher.worker_process import Worker
 from plait.pipeline.frozen import FrozenAtStart
 from plait.schema.settings import TrainSettings

@@ -1,0 +1,60 @@
+"""Runs functions trial by trial on plain tensors, inside of a fused forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from plait.fusion.dispatch.one_trial import stack_outcomes
+from plait.fusion.dispatch.random import Streams
+from plait.fusion.dispatch.tensor import Trials, TrialTensor
+from plait.fusion.trials.padding import Rows
+from plait.fusion.trials.per_trial import PerTrial
+from plait.fusion.trials.row_wise import call_once, is_row_wise, rows_at
+from plait.fusion.trials.single_trial import SingleTrialMode
+
+
+@contextmanager
+def one_by_one(trials: Trials) -> Iterator[list[Streams]]:
+    """Context in which trials run one by one on plain tensors; gives each one's random stream."""
+    assert trials.streams is not None, "trials ran outside of their fused model"
+    singles = [trials.streams.of_trial(number) for number in range(trials.count)]
+    before, trials.is_alone = trials.is_alone, True
+    try:
+        yield singles
+    finally:
+        trials.is_alone = before
+    trials.streams.follow(singles)
+
+
+def apply_alone(
+    trials: Trials, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The result of `function`, such as a custom autograd function, for each trial, on plain tensors."""
+    if (at := rows_at(args, kwargs)) is not None:
+        with one_by_one(trials):
+            if is_row_wise(function, args, kwargs, at):
+                return call_once(function, args, kwargs, at)
+    outcomes = []
+    with one_by_one(trials) as singles:
+        for number, streams in enumerate(singles):
+            trial_args, trial_kwargs = slice_of((args, kwargs), number, None)
+            with SingleTrialMode(streams):
+                outcomes.append(function(*trial_args, **trial_kwargs))
+    return stack_outcomes(outcomes, trials, getattr(function, "__qualname__", "a function"), trials.rows)
+
+
+def slice_of(values: Any, number: int, rows: Rows | None) -> Any:
+    def pick(value: Any) -> Any:
+        if isinstance(value, TrialTensor):
+            part = value.stacked[number]
+            return part if rows is None else rows.cut(part, number)
+        if rows is not None and type(value) is Tensor and value.dim() and len(value) == rows.length:
+            return rows.cut(value, number)
+        return value.of(number) if isinstance(value, PerTrial) else value
+
+    return pytree.tree_map(pick, values)

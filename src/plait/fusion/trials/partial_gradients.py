@@ -1,0 +1,52 @@
+"""Gradients that only some trials have: those of the others are not even zeros, and change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+# The attribute of a gradient that names the trials which have one; without it, all have.
+_OF_TRIALS = "of_trials"
+
+
+class DeliverGradient:
+    """Gradient hook that adds one trial's gradient to the fused parameter's."""
+
+    def __init__(self, stacked: nn.Parameter, number: int) -> None:
+        self.stacked = stacked
+        self.number = number
+
+    def __call__(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if self.stacked.grad is None:
+            self.stacked.grad = torch.zeros_like(self.stacked)
+            self.stacked.grad.__dict__[_OF_TRIALS] = set()
+        self.stacked.grad[self.number].add_(parameter.grad)
+        self.stacked.grad.__dict__.get(_OF_TRIALS, set()).add(self.number)
+        parameter.grad = None
+
+
+def trials_without_gradient(parameter: Tensor, count: int) -> tuple[int, ...]:
+    """The trials for which a fused parameter has no gradient."""
+    known = () if parameter.grad is None else parameter.grad.__dict__.get(_OF_TRIALS)
+    if known is None or len(known) == count:
+        return ()
+    return tuple(number for number in range(count) if number not in known)
+
+
+def trials_without_gradients(parameters: Sequence[Tensor], count: int) -> list[tuple[int, ...]]:
+    """The same for each of `parameters`, which have gradients; without a call for each."""
+    return [
+        trials_without_gradient(parameter, count) if _OF_TRIALS in parameter.grad.__dict__ else ()
+        for parameter in parameters
+    ]
+
+
+def note_trials(parameter: Tensor, trials: Sequence[int]) -> None:
+    """Set the trials that have a gradient of a fused parameter; none given means all."""
+    if parameter.grad is not None:
+        parameter.grad.__dict__.pop(_OF_TRIALS, None)
+        if trials:
+            parameter.grad.__dict__[_OF_TRIALS] = set(trials)
