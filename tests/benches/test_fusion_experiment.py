@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-
 import pytest
 import torch
 
 from plait.core.errors import InputError
 from plait_bench.fusion import partial
 from plait_bench.fusion.bench import run, write_plot
-from plait_bench.fusion.cases import CPU_CASES, fused_step
+from plait_bench.fusion.cases import CPU_CASES
 from plait_bench.fusion.convergence import convergence
 from plait_bench.fusion.convergence import write_plot as write_curves
-from plait_bench.fusion.hfta import HOW_TO_GET, hfta_step
 from plait_bench.fusion.processes import together
 from plait_bench.harness import Bench
 
@@ -33,36 +29,6 @@ def test_rows_claims_and_picture_cover_what_was_asked_for(tmp_path):
     assert bench.as_json()["name"] == "fusion"
     write_plot(bench, tmp_path / "fusion.png")
     assert (tmp_path / "fusion.png").stat().st_size > 1000
-
-
-def test_where_hfta_cannot_be_imported_its_rows_say_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "hfta", None)
-    rows = run(["rivals"], models=["mlp"], widths=(2,), repeats=1, device="cpu").rows
-    assert [row["mode"] for row in rows] == ["serial", "vmap", "hfta", "fused"]
-    assert [row["mode"] for row in rows if "failed" in row] == ["hfta"]
-    assert "git clone" in rows[2]["failed"]
-    assert rows[2]["failed"].endswith("PYTHONPATH")
-
-
-@pytest.fixture
-def in_float64():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
-
-
-@pytest.mark.parametrize("name", CPU_CASES)
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_hfta_has_the_losses_of_our_arrays_on_the_same_weights_and_data(name, channels_last, in_float64):
-    pytest.importorskip("hfta", reason=HOW_TO_GET)
-    losses = []
-    for make in (fused_step, functools.partial(hfta_step, channels_last=channels_last)):
-        torch.manual_seed(0)
-        step, inputs, _ = make(CPU_CASES[name], torch.device("cpu"), 3)
-        losses.append(torch.stack([step(*inputs) for _ in range(3)]))
-    assert not torch.equal(losses[0][0], losses[0][-1])
-    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
 
 
 def test_the_slowest_of_several_processes_says_how_long_a_round_took():

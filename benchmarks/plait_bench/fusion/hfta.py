@@ -28,7 +28,7 @@ _LAYERS = (
 
 
 def hfta_step(case: Case, device: torch.device, width: int, channels_last: bool = False) -> StepParts:
-    """A step of `width` trials by HFTA's operations and its Adam.
+    """A step of `width` trials by HFTA's operations and its Adam; cuDNN searches, as HFTA's examples let it.
 
     That Adam counts steps on the host: replays of a CUDA graph all have the bias correction of one step.
     """
@@ -38,7 +38,17 @@ def hfta_step(case: Case, device: torch.device, width: int, channels_last: bool 
         raise InputError(HOW_TO_GET) from None
     trials = _HftaTrials(ops, optim, case, device, width, channels_last)
     inputs = [trials.arranged(each) for each in stacked_data(case, device, width)]
-    return step_parts(case, trials, inputs)
+    step, inputs, clear = step_parts(case, trials, inputs)
+
+    def searched(*given: Tensor) -> Any:
+        cudnn: Any = torch.backends.cudnn
+        before, cudnn.benchmark = cudnn.benchmark, True
+        try:
+            return step(*given)
+        finally:
+            cudnn.benchmark = before
+
+    return searched, inputs, clear
 
 
 class _HftaTrials(Trials):
@@ -47,11 +57,12 @@ class _HftaTrials(Trials):
     def __init__(
         self, ops: Any, optim: Any, case: Case, device: torch.device, width: int, channels_last: bool
     ) -> None:
-        made = [[make() for _ in range(width)] for make in case.makes]
+        with device:
+            made = [[make() for _ in range(width)] for make in case.makes]
         self._is_image = any(isinstance(each, nn.Conv2d) for each in made[-1][0].modules())
         self._channels_last, self._width = channels_last, width
-        with torch.random.fork_rng():  # HFTA's layers draw weights that those of `made` replace
-            arrays = [_Converter(ops, width, self._is_image).array_of(each).to(device) for each in made]
+        with torch.random.fork_rng(), device:  # HFTA's layers draw weights that those of `made` replace
+            arrays = [_Converter(ops, width, self._is_image).array_of(each) for each in made]
         if channels_last:
             for weight in (each for array in arrays for each in array.parameters() if each.dim() == 5):
                 weight.data = _channels_last(weight.data, 0)
