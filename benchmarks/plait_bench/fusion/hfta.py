@@ -92,7 +92,8 @@ class _HftaTrials(Trials):
 def _channels_last(x: Tensor, dim: int) -> Tensor:
     """The same values; where the axes `dim` and the one after are one, their memory is channels last."""
     joined = x.flatten(dim, dim + 1).contiguous(memory_format=torch.channels_last)
-    return joined.unflatten(dim, x.shape[dim : dim + 2])
+    split: Tensor = joined.unflatten(dim, x.shape[dim : dim + 2])
+    return split
 
 
 class _Converter:
@@ -128,9 +129,9 @@ class _Converter:
         options = {name: getattr(first, name) for name in names}
         if isinstance(first, (nn.Linear, nn.Conv2d, nn.ConvTranspose2d)):
             options["bias"] = first.bias is not None
-        layer: Any = made(**options)
+        layer: nn.Module = made(**options)
         for index, each in enumerate(layers):
-            layer.snatch_parameters(each, index)
+            layer.snatch_parameters(each, index)  # type: ignore[operator]
         if kind is nn.Embedding:
             self._embeddings[id(first.weight)] = layer
         return layer
@@ -142,7 +143,7 @@ class _Converter:
             module.query_key_value = nn.Sequential(module.query_key_value, nn.Flatten(0, 1))  # type: ignore[assignment]
             module.project = nn.Sequential(nn.Unflatten(0, (self._width, -1)), module.project)  # type: ignore[assignment]
         elif isinstance(module, transformer.Embeddings):
-            module.places_of = functools.partial(_places, self._width)
+            module.places_of = functools.partial(_places, self._width)  # type: ignore[method-assign]
         for kind, forward in _FORWARDS.items():
             if isinstance(module, kind):
                 module.forward = functools.partial(forward, module)
@@ -162,8 +163,8 @@ class _Pooled(nn.Module):
         self.pool, self.width = pool, width
 
     def forward(self, x: Tensor) -> Tensor:
-        pooled: Tensor = self.pool(x.flatten(1, 2))
-        return pooled.unflatten(1, (self.width, -1))
+        pooled: Tensor = self.pool(x.flatten(1, 2)).unflatten(1, (self.width, -1))
+        return pooled
 
 
 class _Flattened(nn.Module):
@@ -189,7 +190,8 @@ class _TiedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, weight = x.flatten(1, -2), self.embedding.weight.transpose(1, 2)  # type: ignore[operator]
         made = torch.bmm(rows, weight) if self.bias is None else torch.baddbmm(self.bias, rows, weight)
-        return made.unflatten(1, x.shape[1:-1])
+        logits: Tensor = made.unflatten(1, x.shape[1:-1])
+        return logits
 
 
 def _places(width: int, tokens: Tensor) -> Tensor:
@@ -198,7 +200,8 @@ def _places(width: int, tokens: Tensor) -> Tensor:
 
 def _most(rows: Tensor, clouds: Tensor) -> Tensor:
     """The maximum over the points of each cloud."""
-    return rows.unflatten(1, clouds.shape[1:3]).max(2).values
+    most: Tensor = rows.unflatten(1, clouds.shape[1:3]).max(2).values
+    return most
 
 
 def _transform(module: Any, clouds: Tensor) -> Tensor:
