@@ -153,12 +153,10 @@ def _rows(
                 "model": model,
                 "workers": workers,
                 "monitor": kind,
-                **spread(wall, "step_s", "step_min_s", "step_max_s"),
+                **spread(wall, "step_s"),
                 "processor_s": statistics.median(busy),
                 "overhead": overhead_of(taken, kind, 0),
-                **spread(
-                    overheads_of(taken, kind, 1), "processor_overhead", "processor_min", "processor_max"
-                ),
+                **spread(overheads_of(taken, kind, 1), "processor_overhead"),
                 "passes": 0.0 if kind == "none" else passes_s / statistics.median(wall),
                 "rounds": len(wall),
             }
@@ -184,26 +182,23 @@ def overheads_of(taken: dict[str, list[tuple[float, float]]], kind: str, which: 
 
 def write_plot(bench: Bench, path: Path) -> None:
     """What monitoring adds to a step, by model and number of workers: its processor time and its passes."""
-    columns = {
-        "processor time": ("processor_overhead", "processor_min", "processor_max"),
-        "its passes by themselves": ("passes", "passes", "passes"),
-    }
-    ends = ("percent", "least", "most")
+    columns = {"processor time": "processor_overhead", "its passes by themselves": "passes"}
     own: list[Row] = [
-        {**row, "side": side, **{end: 100 * number(row, name) for end, name in zip(ends, names)}}
+        {
+            **row,
+            "side": side,
+            **{
+                f"percent{end}": 100 * number(row, name + end)
+                for end in ("", "_min", "_max")
+                if name + end in row
+            },
+        }
         for row in bench.rows
         if row["monitor"] != "none"
-        for side, names in columns.items()
+        for side, name in columns.items()
     ]
     with picture(path, (8, 4)) as (axis,):
-        bars(
-            axis,
-            own,
-            lambda row: f"{row['model']}\n{row['workers']} workers",
-            "side",
-            "percent",
-            ("least", "most"),
-        )
+        bars(axis, own, lambda row: f"{row['model']}\n{row['workers']} workers", "side", "percent")
         axis.axhline(100 * GOAL, color="grey", linewidth=0.8, label="goal")
         axis.set_ylabel("more than a plain step, %")
         axis.legend(fontsize=8)

@@ -66,7 +66,7 @@ def lost_rows() -> list[Row]:
     steps = 2 * QUIET_STEPS + 20
     kill = KillWorker(SLOW_WORKER)
     with tempfile.TemporaryDirectory() as name:
-        _, lost = trained(_job(Path(name), {"elastic": True}, steps), [kill], QUIET_STEPS)
+        _, lost = trained(_job(Path(name), {"elastic": True}, steps), [(0, kill)], QUIET_STEPS)
     with tempfile.TemporaryDirectory() as name:
         _, fixed = trained(_job(Path(name), {}, steps), [], QUIET_STEPS)
     at, change = next((line.t, line.event) for line in lost if isinstance(line.event, WorkersChanged))
@@ -93,7 +93,7 @@ def slow_rows(steps: int = 150) -> list[Row]:
 
     with tempfile.TemporaryDirectory() as name:
         changing = _job(Path(name), {}, steps, adapt=[{"kind": "plan"}])
-        folder, adapted = trained(changing, [slow], QUIET_STEPS)
+        folder, adapted = trained(changing, [(0, slow)], QUIET_STEPS)
         settings = settings_before(folder.settings)
         assert settings is not None
         plan, graph = plan_and_graph(settings)

@@ -28,7 +28,19 @@ from plait_bench.fusion.cases import (
 )
 from plait_bench.fusion.nvml import GpuWatch
 from plait_bench.fusion.processes import PROCESS_MODES, times_of_processes
-from plait_bench.harness import Bench, BenchClaim, Found, Row, bars, number, picture, run_parts, say, spread
+from plait_bench.harness import (
+    Bench,
+    BenchClaim,
+    Found,
+    Row,
+    bars,
+    curve,
+    number,
+    picture,
+    run_parts,
+    say,
+    spread,
+)
 
 MODES = ("serial", "serial-graph", "serial-compile", "processes", "mps", "vmap", "fused", "fused-graph")
 PARTS = {
@@ -181,7 +193,7 @@ def _numbers(pairs: list[tuple[float, float]], width: int, watch: GpuWatch) -> R
     return {
         "serial_ms": 1e3 * statistics.median(serial_s for serial_s, _ in pairs),
         "step_ms": 1e3 * statistics.median(step_s for _, step_s in pairs),
-        **spread(speedups, "speedup", "lowest", "highest"),
+        **spread(speedups, "speedup"),
         "memory_bytes": watch.memory_bytes,
         "sm_activity": watch.sm_activity,
     }
@@ -253,7 +265,7 @@ def write_plot(bench: Bench, path: Path) -> None:
     widths = {row["trials"] for row in timed if not str(row["mode"]).startswith("serial")}
     if len(widths) == 1:
         with picture(path, (2 + 1.6 * len(models), 4)) as (axis,):
-            bars(axis, timed, lambda row: str(row["model"]), "mode", "speedup", ("lowest", "highest"))
+            bars(axis, timed, lambda row: str(row["model"]), "mode", "speedup")
             axis.set(ylabel=f"speed-up over serial, {widths.pop()} trials")
         return
     across = min(4, len(models))
@@ -264,16 +276,13 @@ def write_plot(bench: Bench, path: Path) -> None:
         for axis, model in zip(axes, models):
             own = [row for row in timed if row["model"] == model]
             for mode in dict.fromkeys(str(row["mode"]) for row in own):
-                points = [(row["trials"], row["speedup"]) for row in own if row["mode"] == mode]
+                points = [row for row in own if row["mode"] == mode]
                 colour = f"C{MODES.index(mode)}"
                 if mode.startswith("serial"):  # one trial after another is as fast for any number of them
-                    axis.axhline(points[0][1], color=colour, linestyle="--", linewidth=1, label=mode)
+                    speedup = number(points[0], "speedup")
+                    axis.axhline(speedup, color=colour, linestyle="--", linewidth=1, label=mode)
                 else:
-                    axis.plot(*zip(*points), marker="o", color=colour, label=mode)
-                    ends = [
-                        (number(row, "lowest"), number(row, "highest")) for row in own if row["mode"] == mode
-                    ]
-                    axis.vlines([trials for trials, _ in points], *zip(*ends), color=colour, linewidth=1)
+                    curve(axis, points, "trials", "speedup", mode, colour)
             axis.set(title=str(model), xlabel="trials", ylabel="speed-up over serial")
             axis.set_xscale("log", base=2)
         known = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels())}

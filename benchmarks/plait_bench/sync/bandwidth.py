@@ -146,7 +146,7 @@ def _row(name: str, seconds: dict[str, list[float]], size: int) -> Row:
     own, native = statistics.median(seconds[name]), statistics.median(seconds[NATIVE])
     return {
         "topology": name,
-        **spread(seconds[name], "sum_s", "sum_min_s", "sum_max_s"),
+        **spread(seconds[name], "sum_s"),
         "bytes_per_s": size / own,
         "over_native": native / own,
         "repeats": len(seconds[name]),
@@ -223,7 +223,7 @@ def _overlap(steps: _Steps, repeats: int) -> Row:
     return {
         "backward_s": found["backward"],
         "transfer_s": transfer,
-        **spread(taken["both"], "step_s", "step_min_s", "step_max_s"),
+        **spread(taken["both"], "step_s"),
         "hidden": 1 - (found["both"] - found["backward"]) / transfer,
         "repeats": repeats,
     }

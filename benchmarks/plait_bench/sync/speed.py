@@ -113,10 +113,10 @@ def _of_repeats(rows: Sequence[Row]) -> Row:
     fractions, rates = ([number(row, key) for row in rows] for key in ("fraction_of_ideal", "steps_per_s"))
     return {
         **rows[0],
-        **spread(fractions, "fraction_of_ideal", "fraction_min", "fraction_max"),
+        **spread(fractions, "fraction_of_ideal"),
         "lowest_worker": min(number(row, "lowest_worker") for row in rows),
         "highest_worker": max(number(row, "highest_worker") for row in rows),
-        **spread(rates, "steps_per_s", "steps_min", "steps_max"),
+        **spread(rates, "steps_per_s"),
         "repeats": len(rows),
     }
 
