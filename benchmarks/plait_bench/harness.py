@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
@@ -42,6 +42,7 @@ from plait.schema.placement import Placement
 if TYPE_CHECKING:
     from plait.launcher.worker_process import Worker
 
+T = TypeVar("T")
 Cell = str | int | float | bool | None
 Row = dict[str, Cell]
 
@@ -229,17 +230,19 @@ def of_repeats(rows: Sequence[Row], case: Sequence[str], measured: Sequence[str]
     return merged
 
 
-def in_turns(sides: Mapping[str, Callable[[bool], float]], rounds: int) -> dict[str, list[float]]:
+def in_turns(sides: Mapping[str, Callable[[bool], T]], rounds: int) -> dict[str, list[T]]:
     """What each side measured in `rounds` rounds, after one that warms up and is not counted.
 
-    The sides take turns, so that whatever else the machine does meets all of them. They are told whether
-    the round counts.
+    The sides take turns, so that whatever else the machine does meets all of them, in another order each
+    round: what follows a side is not always the same. They are told whether the round counts.
     """
-    taken: dict[str, list[float]] = {name: [] for name in sides}
+    taken: dict[str, list[T]] = {name: [] for name in sides}
+    names = list(sides)
     for round_ in range(rounds + 1):
-        for name, side in sides.items():
-            found = side(round_ > 0)
+        for name in names:
+            found = sides[name](round_ > 0)
             taken[name] += [found] if round_ else []
+        names = [*names[1:], names[0]]
     return taken
 
 

@@ -168,18 +168,14 @@ class _Shaper(threading.Thread):
             self.times[name] = slow_t, time.time()
 
     def _wait_for(self, path: Path, step: int) -> bool:
-        while not self._over.wait(0.05):
-            if path.exists() and _last_step(path) >= step:
+        while not self._over.wait(0.1):
+            if path.exists() and path.read_bytes().count(b'"kind":"step"') >= step:
                 return True
         return False
 
     def end(self) -> None:
         self._over.set()
         self.join()
-
-
-def _last_step(path: Path) -> int:
-    return max((r.event.step for r in events.read(path) if isinstance(r.event, Step)), default=0)
 
 
 def _rows(recorded: RecordedRun) -> list[Row]:
@@ -216,7 +212,6 @@ def claims_of(runs: Sequence[RecordedRun]) -> list[BenchClaim]:
     adaptive = [run for run in runs if run.adaptive]
     again = [_slow_rate(run, 10, 18) for run in adaptive]
     down = [_slow_rate(run, 2, None) for run in runs if not run.adaptive]
-    words, value = of_runs("the same without adaptation: it stays down", down)
     back = [_steps_to_star(run) for run in adaptive]
     ways = ", ".join("never" if steps is None else str(steps) for steps in back)
     at_end = sum(_ends_on_star(run) for run in adaptive)
@@ -224,7 +219,7 @@ def claims_of(runs: Sequence[RecordedRun]) -> list[BenchClaim]:
     return [
         at_most(*of_runs("steps from the slow link to the first change", map(_waited, adaptive)), 5),
         at_least(*of_runs("throughput from the tenth slow step on, over that before", again), 0.9),
-        BenchClaim(words, value, "below 0.8", value is not None and value < 0.8),
+        at_most(*of_runs("the same without adaptation: it stays down", down), 0.8),
         BenchClaim(after, at_end, f"all {len(adaptive)}", at_end == len(adaptive)),
     ]
 

@@ -247,17 +247,18 @@ def write_plot(bench: Bench, path: Path) -> None:
     size = (1.5 + 0.9 * sum(counts) + len(counts), 4.0)
     with picture(path, size, across=len(counts), width_ratios=counts) as axes:
         if stalls:
-            lost = ["kill" in str(row["case"]) or "loses" in str(row["case"]) for row in stalls]
-            colours = ["tab:red" if is_lost else "tab:blue" for is_lost in lost]
-            axes[0].bar(range(len(stalls)), [number(row, "stall_s") for row in stalls], color=colours)
+            for case in dict.fromkeys(str(row["case"]) for row in stalls):
+                own = {at: row for at, row in enumerate(stalls) if row["case"] == case}
+                axes[0].bar(list(own), [number(row, "stall_s") for row in own.values()], label=case)
             draw_spread(axes[0], range(len(stalls)), stalls, "stall_s", "0.2")
-            axes[0].axhline(GOAL_S, color="black", linestyle="--", linewidth=1)
+            axes[0].axhline(
+                GOAL_S, color="black", linestyle="--", linewidth=1, label="goal (of a pipeline 10 s)"
+            )
             models = [str(row["model"]).replace("-", "\n") for row in stalls]
             labels = [f"{model}\n{row['workers']} -> {row['then']}" for model, row in zip(models, stalls)]
             axes[0].set_xticks(range(len(stalls)), labels, fontsize=8)
-            axes[0].set(ylabel="seconds without a step, beyond one step")
-            title = "blue: resized; red: a worker killed\n(goal: dashed; of a pipeline 10 s)"
-            axes[0].set_title(title, fontsize=8)
+            axes[0].set_ylabel("seconds without a step,\nbeyond one step")
+            axes[0].legend(fontsize=8)
         if paces:
             axes[-1].bar(range(len(paces)), [number(row, "step_s") for row in paces], color="tab:green")
             draw_spread(axes[-1], range(len(paces)), paces, "step_s", "0.2")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from plait.training.engines.train_step import TrainStep
 from plait.training.monitoring.step_monitor import StepMonitor
 from plait.training.run import Run
 from plait.training.worker_group import group_of_world
-from plait_bench.harness import Bench, Row, at_most, bars, in_world, number, picture, spread
+from plait_bench.harness import Bench, Row, at_most, bars, in_turns, in_world, number, picture, spread
 
 # Both come from the same norms, so both together cost what each does.
 KINDS = ("none", "noise-scale and variance")
@@ -118,19 +119,19 @@ def _batch(run: Run, share: int) -> Batch:
 def _take_steps(
     step: TrainStep, monitor: StepMonitor, batch: Batch, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Wall and processor seconds of each kind's steps; the first round warms up."""
-    taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
-    for round_ in range(rounds + 1):
-        # Another order each round: what follows a kind must not always be the same.
-        for place in range(len(KINDS)):
-            kind = KINDS[(place + round_) % len(KINDS)]
+    """Wall and processor seconds of each kind's steps."""
+
+    def timed(kind: str) -> Callable[[bool], tuple[float, float]]:
+        def take(_: bool) -> tuple[float, float]:
             step.watch(None if kind == "none" else monitor)
             started = time.perf_counter(), time.process_time()
             monitor.step += 1
             step.step([batch], [1.0])
-            seconds = time.perf_counter() - started[0], time.process_time() - started[1]
-            taken[kind] += [seconds] if round_ else []
-    return taken
+            return time.perf_counter() - started[0], time.process_time() - started[1]
+
+        return take
+
+    return in_turns({kind: timed(kind) for kind in KINDS}, rounds)
 
 
 def _of_all(own: dict[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:

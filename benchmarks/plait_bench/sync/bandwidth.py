@@ -235,9 +235,9 @@ def overlap_claims(rows: Sequence[Row]) -> list[BenchClaim]:
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [r for r in rows if r["model"] == model and r["topology"] != NATIVE]
         best = min(own, key=lambda r: number(r, "step_s"))
-        value, longer = number(best, "hidden"), number(best, "backward_s") > number(best, "transfer_s")
+        is_longer = number(best, "backward_s") > number(best, "transfer_s")
         words = f"{model}, {best['topology']}: share of the transfer that a longer backward hides"
-        claims.append(BenchClaim(words, value, "at least 0.7", value >= 0.7 and longer))
+        claims.append(at_least(words, number(best, "hidden") if is_longer else None, 0.7))
     return claims
 
 
