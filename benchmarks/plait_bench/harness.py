@@ -218,8 +218,8 @@ def spread(values: Sequence[float], column: str) -> Row:
 def of_repeats(rows: Sequence[Row], case: Sequence[str], measured: Sequence[str]) -> list[Row]:
     """One row for each case, as these columns name it, with the `spread` of what its repeats measured."""
     repeats: dict[tuple[Cell, ...], list[Row]] = {}
-    for row in rows:
-        repeats.setdefault(tuple(row[column] for column in case), []).append(row)
+    for each in rows:
+        repeats.setdefault(tuple(each[column] for column in case), []).append(each)
     merged = []
     for own in repeats.values():
         row: Row = {}
