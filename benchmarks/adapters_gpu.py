@@ -1,4 +1,4 @@
-"""Many LoRA adapters on one frozen model: fused, against PEFT one after another, compiled and by vmap.
+"""Many LoRA adapters on one frozen model: fused, against PEFT one by one, compiled, by vmap and by mLoRA.
 
     python benchmarks/adapters_gpu.py [--sizes 0.5b 1.5b] [--trials 32] [--rounds 5] [--modes ...]
 
@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from plait.fusion import FusedOptimizer, fuse
 from plait.fusion.speed.cuda_graph import CapturedStep
 from plait_bench.fusion.cases import finish, seconds_of
+from plait_bench.fusion.mlora import mlora_step
 
 _SHAPES = {
     "tiny": (32, 2, 4, 2, 64, 128),
@@ -38,7 +39,7 @@ _NAMES = (
 )  # fmt: skip
 SIZES = {size: dict(zip(_NAMES, shape)) for size, shape in _SHAPES.items()}
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-MODES = ("serial", "compiled", "vmap", "fused", "captured")
+MODES = ("serial", "compiled", "vmap", "mlora", "mlora-captured", "fused", "captured")
 # What PEFT alone reaches with one trial counts once for each.
 OF_ONE = ("serial", "compiled")
 LR = 1e-4
@@ -126,15 +127,17 @@ def vmap_step(models: Sequence[nn.Module]) -> Callable[[Tensor], Tensor]:
     return step
 
 
-def make(mode: str, models: Sequence[nn.Module], tokens: Tensor) -> Step:
+def make(mode: str, base: nn.Module, models: Sequence[nn.Module], tokens: Tensor) -> Step:
     if mode in OF_ONE:
         step, clear = lone_step(models[0], tokens[0], mode == "compiled")
         tokens = tokens[0]
     elif mode == "vmap":
         step = vmap_step(models)
+    elif mode.startswith("mlora"):
+        step, clear = mlora_step(base, models, LR)
     else:
         step, clear = fused_step(models)
-    if mode in ("compiled", "captured") and tokens.is_cuda:
+    if mode in ("compiled", "captured", "mlora-captured") and tokens.is_cuda:
         captured = CapturedStep(step, [tokens], warm_up=3, clear=clear)
         return lambda: captured(tokens)
     return lambda: step(tokens)
@@ -166,7 +169,7 @@ def measure(size: str, asked: argparse.Namespace, device: torch.device) -> None:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         try:
-            step = make(mode, adapted(base, 1 if mode in OF_ONE else trials), ids)
+            step = make(mode, base, adapted(base, 1 if mode in OF_ONE else trials), ids)
             step()
             finish(device)
         except Exception as failure:  # other modes are measured all the same
@@ -182,7 +185,7 @@ def measure(size: str, asked: argparse.Namespace, device: torch.device) -> None:
     for mode, own in times.items():
         middle = statistics.median(own)
         ratios = [f"{statistics.median(times[of]) / middle:.2f}x over {of}" for of in OF_ONE if of in times]
-        print(f"{size} x{trials} {mode:9} {middle:9.2f} ms ({min(own):.2f} to {max(own):.2f})", *ratios)
+        print(f"{size} x{trials} {mode:14} {middle:9.2f} ms ({min(own):.2f} to {max(own):.2f})", *ratios)
     if asked.profile and "fused" in steps:
         show_profile(steps["fused"], device, asked.profile)
 

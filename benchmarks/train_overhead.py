@@ -8,23 +8,18 @@ workers) and Plait's trainer with its events, seeding, progress and stop checks.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
-import statistics
-import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
+import plait
 from plait.comm.rendezvous import Rendezvous
 from plait.launcher.membership import fixed_memberships
 from plait.launcher.run_dir import RunDir
@@ -40,6 +35,7 @@ from plait.training import components
 from plait.training.choose_engine import whole_model_engine
 from plait.training.run import Run
 from plait.training.run_loop import RunLoop
+from plait_bench.loops import Times, claims_of, parser_of, rows_of, show, time_steps
 
 GOALS = {1: 1.03, 2: 1.05}
 JOBS = {
@@ -106,8 +102,7 @@ class Plain:
         self.data = parts.train_set.dataset
         self.batch, self.rank, self.world_size = settings.data.batch_size, rank, world_size
 
-    def run(self, steps: int) -> float:
-        started = time.perf_counter()
+    def run(self, steps: int) -> None:
         done = 0
         share = self.batch // self.world_size
         while done < steps:
@@ -121,7 +116,6 @@ class Plain:
                 done += 1
                 if done == steps:
                     break
-        return (time.perf_counter() - started) / steps
 
 
 class Ours:
@@ -134,80 +128,37 @@ class Ours:
         self.loop = RunLoop(run, whole_model_engine(run))
         self.loop.start(resume=False)
 
-    def run(self, steps: int) -> float:
+    def run(self, steps: int) -> None:
         loop = self.loop
         loop.begin(loop.run.trial.step + steps)
-        started = time.perf_counter()
         loop.take_steps()
-        return (time.perf_counter() - started) / steps
 
 
-def measure(rank: int, world_size: int, name: str, rounds: int, steps: int, store: str, answer: Any) -> None:
+def measure(name: str, rounds: int, steps: int) -> Times:
     torch.set_num_threads(1)
-    if world_size > 1:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    world = plait.init("cpu")
+    settings = settings_of(name, steps)
     with tempfile.TemporaryDirectory() as folder:
-        settings = settings_of(name, steps)
         sides = {
-            "plain": Plain(settings, rank, world_size),
-            "plait": Ours(settings, rank, world_size, Path(folder)),
+            "plain": Plain(settings, world.rank, world.world_size),
+            "plait": Ours(settings, world.rank, world.world_size, Path(folder)),
         }
-        times: dict[str, list[float]] = {side: [] for side in sides}
-        for round_ in range(rounds + 1):
-            for side in ("plain", "plait") if round_ % 2 else ("plait", "plain"):
-                if world_size > 1:
-                    dist.barrier()
-                seconds = sides[side].run(steps)
-                if round_ > 0:  # the first round warms up
-                    times[side].append(seconds)
-    if rank == 0:
-        answer.put(times)
-
-
-def run_case(world_size: int, name: str, rounds: int, steps: int) -> dict[str, Any]:
-    context = mp.get_context("spawn")
-    answer = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        args = (world_size, name, rounds, steps, store, answer)
-        mp.spawn(measure, args=args, nprocs=world_size, join=True)
-    times = answer.get()
-    ratios = [ours / plain for ours, plain in zip(times["plait"], times["plain"])]
-    quartiles = statistics.quantiles(ratios, n=4)
-    return {
-        "workers": world_size,
-        "job": name,
-        "plain_ms": statistics.median(times["plain"]) * 1e3,
-        "plait_ms": statistics.median(times["plait"]) * 1e3,
-        "ratio": statistics.median(ratios),
-        "quartiles": (quartiles[0], quartiles[2]),
-        "goal": GOALS[world_size],
-    }
+        loops = {side: partial(each.run, steps) for side, each in sides.items()}
+        return time_steps(loops, rounds, steps)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--steps", type=int, default=25)
-    asked = parser.parse_args()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
-    print(f"claim: a step takes at most {GOALS[1]}x a plain loop's, {GOALS[2]}x DDP's on two workers")
-    print(f"{'workers':7}  {'job':34} {'plain ms':>8}  {'plait ms':>8}  {'ratio (quartiles)':>20}  holds")
-    failed = False
-    for world_size in GOALS:
+    asked = parser_of(__doc__, rounds=11, steps=25).parse_args()
+    rows, claims = [], []
+    for workers, goal in GOALS.items():
+        found = []
         for name in JOBS:
-            row = run_case(world_size, name, asked.rounds, asked.steps)
-            low, high = row["quartiles"]
-            holds = row["ratio"] <= row["goal"]
-            failed |= not holds
-            ratio = f"{row['ratio']:.3f} ({low:.3f}-{high:.3f})"
-            print(
-                f"{world_size:7}  {name:34} {row['plain_ms']:8.2f}  {row['plait_ms']:8.2f}  {ratio:>20}  "
-                f"{'yes' if holds else 'NO'}",
-                flush=True,
-            )
-    sys.exit(failed)
+            times = plait.launch(measure, name, asked.rounds, asked.steps, workers=workers)
+            found += rows_of({"workers": workers, "job": name}, times, "plain")
+        of = "a plain loop's" if workers == 1 else "DistributedDataParallel's"
+        claims += claims_of(found, ["workers", "job"], "plait", of, goal)
+        rows += found
+    show("train_overhead", asked, rows, claims)
 
 
 if __name__ == "__main__":

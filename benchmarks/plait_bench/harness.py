@@ -14,14 +14,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
@@ -31,7 +31,7 @@ from plait.core.events import Recorded, read
 from plait.core.files import write_output, write_picture
 from plait.core.names import resolve
 from plait.core.shown import shortened
-from plait.core.units import show_cell
+from plait.core.units import count_of, show_cell
 from plait.launcher.display import Display
 from plait.launcher.messages import Launch
 from plait.launcher.run_dir import RunDir
@@ -42,6 +42,7 @@ from plait.schema.placement import Placement
 if TYPE_CHECKING:
     from plait.launcher.worker_process import Worker
 
+T = TypeVar("T")
 Cell = str | int | float | bool | None
 Row = dict[str, Cell]
 
@@ -90,6 +91,16 @@ def at_most(claim: str, value: float | None, goal: float, more: str = "", only_i
 def within(claim: str, value: float, goal: float) -> BenchClaim:
     """At most `goal` above or below zero."""
     return BenchClaim(claim, value, f"at most {goal:g} either way", abs(value) <= goal)
+
+
+def of_runs(claim: str, values: Iterable[float | None]) -> tuple[str, float | None]:
+    """A claim with the range of its value over several runs, and the median; None where a run has none."""
+    of_each = list(values)
+    measured = [value for value in of_each if value is not None]
+    if not measured or len(measured) < len(of_each):
+        return claim, None
+    ends = f"{min(measured):.3g} to {max(measured):.3g} in {count_of(len(measured), 'run')}"
+    return f"{claim} ({ends})", statistics.median(measured)
 
 
 def this_machine() -> dict[str, Cell]:
@@ -199,22 +210,39 @@ def number(row: Row, column: str) -> float:
     return float(row.get(column) or 0)
 
 
-def spread(values: Sequence[float], middle: str, least: str, most: str) -> Row:
-    """Repeats of a measurement as three columns of these names: their median, the least and the most."""
-    return {middle: statistics.median(values), least: min(values), most: max(values)}
+def spread(values: Sequence[float], column: str) -> Row:
+    """Repeats of a measurement as three columns: their median, the least (`_min`) and the most (`_max`)."""
+    return {column: statistics.median(values), f"{column}_min": min(values), f"{column}_max": max(values)}
 
 
-def in_turns(sides: Mapping[str, Callable[[bool], float]], rounds: int) -> dict[str, list[float]]:
+def of_repeats(rows: Sequence[Row], case: Sequence[str], measured: Sequence[str]) -> list[Row]:
+    """One row for each case, as these columns name it, with the `spread` of what its repeats measured."""
+    repeats: dict[tuple[Cell, ...], list[Row]] = {}
+    for each in rows:
+        repeats.setdefault(tuple(each[column] for column in case), []).append(each)
+    merged = []
+    for own in repeats.values():
+        row: Row = {}
+        for column, first in own[0].items():
+            repeated = [each[column] for each in own if column in measured and each[column] is not None]
+            row |= spread([float(value or 0) for value in repeated], column) if repeated else {column: first}
+        merged.append({**row, "repeats": len(own)})
+    return merged
+
+
+def in_turns(sides: Mapping[str, Callable[[bool], T]], rounds: int) -> dict[str, list[T]]:
     """What each side measured in `rounds` rounds, after one that warms up and is not counted.
 
-    The sides take turns, so that whatever else the machine does meets all of them. They are told whether
-    the round counts.
+    The sides take turns, so that whatever else the machine does meets all of them, in another order each
+    round: what follows a side is not always the same. They are told whether the round counts.
     """
-    taken: dict[str, list[float]] = {name: [] for name in sides}
+    taken: dict[str, list[T]] = {name: [] for name in sides}
+    names = list(sides)
     for round_ in range(rounds + 1):
-        for name, side in sides.items():
-            found = side(round_ > 0)
+        for name in names:
+            found = sides[name](round_ > 0)
             taken[name] += [found] if round_ else []
+        names = [*names[1:], names[0]]
     return taken
 
 
@@ -301,19 +329,34 @@ def picture(
     plt.close(figure)
 
 
+def draw_spread(axis: Any, at: Sequence[float], rows: Sequence[Row], value: str, colour: str) -> None:
+    """A line from the least to the most of column `value`, for each row that has both."""
+    for x, row in zip(at, rows):
+        if f"{value}_min" in row:
+            axis.vlines(x, number(row, f"{value}_min"), number(row, f"{value}_max"), colour, linewidth=1)
+
+
+def curve(
+    axis: Any, rows: Sequence[Row], x: str, y: str, label: str, colour: str | None = None, marker: str = "o"
+) -> None:
+    """A line of column `y` over column `x`, with the spread of each point."""
+    at = [number(row, x) for row in rows]
+    (line,) = axis.plot(at, [number(row, y) for row in rows], marker=marker, label=label, color=colour)
+    draw_spread(axis, at, rows, y, line.get_color())
+
+
 def bars(
     axis: Any,
     rows: Sequence[Row],
     group: Callable[[Row], str],
     side: str,
     value: str,
-    spread: tuple[str, str] = ("", ""),
     colours: Sequence[str] = (),
 ) -> None:
     """A bar of column `value` for each row: those of one `group` stand together, a colour for each side.
 
-    `spread` are the columns of the least and the most, which a line on each bar shows. `colours` are all
-    sides of a picture with several axes: a side has one colour in all of them.
+    A line on each bar shows the `spread`, where the rows have one. `colours` are all sides of a picture with
+    several axes: a side has one colour in all of them.
     """
     groups = list(dict.fromkeys(group(row) for row in rows))
     names = list(dict.fromkeys(str(row[side]) for row in rows))
@@ -323,9 +366,7 @@ def bars(
         heights = [number(row, value) for row in own.values()]
         colour = f"C{(list(colours) or names).index(name) % 10}"
         axis.bar(at, heights, width=0.8 / len(names), label=name, color=colour)
-        if spread[0]:
-            ends = [(number(row, spread[0]), number(row, spread[1])) for row in own.values()]
-            axis.vlines(at, [low for low, _ in ends], [high for _, high in ends], color="0.2", linewidth=1)
+        draw_spread(axis, at, list(own.values()), value, "0.2")
     words = [each.replace(" ", "\n") if len(groups) > 8 else each for each in groups]
     axis.set_xticks(range(len(groups)), words, fontsize=8)
     if len(names) > 1:

@@ -47,19 +47,15 @@ def take_step(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> 
 
 def time_steps(loops: Mapping[str, Callable[[], object]], rounds: int, steps: int) -> Times:
     """Run loops of `steps` steps in turn; all workers call it together."""
-    cpu_s: dict[str, list[float]] = {name: [] for name in loops}
 
-    def timed(name: str) -> Callable[[bool], float]:
-        def run(counts: bool) -> float:
+    def timed(work: Callable[[], object]) -> Callable[[bool], tuple[float, float]]:
+        def run(_: bool) -> tuple[float, float]:
             started = time.process_time()
-            seconds = seconds_of_all(loops[name]) / steps
-            cpu_s[name] += [(time.process_time() - started) / steps] if counts else []
-            return seconds
+            return seconds_of_all(work) / steps, (time.process_time() - started) / steps
 
         return run
 
-    wall_s = in_turns({name: timed(name) for name in loops}, rounds)
-    return {name: list(zip(wall_s[name], cpu_s[name])) for name in loops}
+    return in_turns({name: timed(work) for name, work in loops.items()}, rounds)
 
 
 def rows_of(case: Row, times: Sequence[Times], base: str) -> list[Row]:

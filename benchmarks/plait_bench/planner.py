@@ -85,7 +85,7 @@ def _measure(
         "lower_bound_s": plan.lower_bound_s,
         "gap": plan.bottleneck_s / plan.lower_bound_s - 1,
         "exact": plan.exact,
-        **spread(seconds, "cpu_s", "cpu_min_s", "cpu_max_s"),
+        **spread(seconds, "cpu_s"),
         "pipedream_cpu_s": theirs.cpu_s if theirs else None,
         "stages": len(plan.stages),
         "devices_used": plan.devices_used,
@@ -134,15 +134,11 @@ def write_plot(bench: Bench, path: Path) -> None:
             own = [row for row in bench.rows if row["devices"] == cluster]
             sides = [{**row, "side": "Plait"} for row in own]
             sides += [
-                {
-                    **row,
-                    "side": "PipeDream (published)",
-                    **spread([seconds], "cpu_s", "cpu_min_s", "cpu_max_s"),
-                }
+                {**row, "side": "PipeDream (published)", **spread([seconds], "cpu_s")}
                 for row in own
                 if (seconds := number(row, "pipedream_cpu_s"))
             ]
-            bars(axis, sides, lambda row: str(row["profile"]), "side", "cpu_s", ("cpu_min_s", "cpu_max_s"))
+            bars(axis, sides, lambda row: str(row["profile"]), "side", "cpu_s")
             axis.set(title=f"{cluster} devices", ylabel="CPU seconds", yscale="log")
 
 

@@ -140,11 +140,11 @@ def write_plot(bench: Bench, path: Path) -> None:
     sides: list[Row] = []
     for row in bench.rows:
         layers_s = number(row, "forward_s") + number(row, "backward_s")
-        sides.append({**row, "side": "sum of layers", "s": layers_s, "low": layers_s, "high": layers_s})
+        sides.append({**row, "side": "sum of layers", "s": layers_s})
         for side, names in columns.items():
             seconds, range_s = (number(row, name) for name in names)
-            ends = {"low": seconds - range_s / 2, "high": seconds + range_s / 2}
+            ends = {"s_min": seconds - range_s / 2, "s_max": seconds + range_s / 2}
             sides.append({**row, "side": side, "s": seconds, **ends})
     with picture(path, (8, 4)) as (axis,):
-        bars(axis, sides, lambda row: str(row["model"]), "side", "s", ("low", "high"))
+        bars(axis, sides, lambda row: str(row["model"]), "side", "s")
         axis.set(ylabel="seconds (line: interquartile range)", title="forward and backward of a batch")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+
 from plait.core.events import Recorded as RecordedEvent
 from plait.core.run_events import Changed, Signals, Step
-from plait_bench.adapt import adaptive_batch, adaptive_topology, monitoring
+from plait_bench.adapt import adaptive_batch, adaptive_topology, elastic, monitoring
+from plait_bench.harness import Row, of_repeats
 from support.signals import signals_at
 
 
@@ -24,11 +28,19 @@ def course(adaptive: bool) -> adaptive_topology.RecordedRun:
 
 
 def test_the_claims_of_adaptive_topology_follow_from_the_events():
-    found = adaptive_topology.claims_of(course(True), course(False))
-    assert [claim.value for claim in found] == [3.0, 1.0, 0.5, 1.0]
+    found = adaptive_topology.claims_of([course(True), course(False)] * 2)
+    assert [claim.value for claim in found] == [3.0, 1.0, 0.5, 2]
     assert all(claim.holds for claim in found)
-    assert "after 10 steps" in found[3].claim
-    assert not any(claim.holds for claim in adaptive_topology.claims_of(course(False), course(True))[:2])
+    assert "(3 to 3 in 2 runs)" in found[0].claim
+    assert "after 10, 10 steps" in found[3].claim
+
+
+def test_a_run_that_never_adapts_breaks_the_claims_of_adaptive_topology():
+    stays = dataclasses.replace(course(False), adaptive=True)
+    changes, throughput, _, back = adaptive_topology.claims_of([course(True), course(False), stays])
+    assert (changes.value, changes.holds) == (None, False)
+    assert (throughput.value, throughput.holds) == (0.75, False)
+    assert (back.value, back.holds) == (2, True)
 
 
 def test_the_claims_of_adaptive_batch_compare_with_small_batches():
@@ -48,3 +60,32 @@ def test_overhead_is_the_median_difference_of_steps_in_turn():
     }
     assert round(monitoring.overhead_of(taken, "noise-scale", 0), 6) == 0.08
     assert round(monitoring.overhead_of(taken, "noise-scale", 1), 6) == 0.01
+
+
+def changes(*pairs: tuple[int, int], stall_s: float = 0.1) -> list[Row]:
+    return [{"workers": before, "then": after, "stall_s": stall_s, "why": ""} for before, after in pairs]
+
+
+def test_repeats_become_one_row_for_each_case_with_their_spread():
+    rows: list[Row] = [
+        {"case": "a", "s": 1.0, "why": "first"},
+        {"case": "b", "s": None, "why": ""},
+        {"case": "a", "s": 4.0, "why": "second"},
+        {"case": "a", "s": 2.0, "why": "third"},
+    ]
+    assert of_repeats(rows, ["case"], ["s"]) == [
+        {"case": "a", "s": 2.0, "s_min": 1.0, "s_max": 4.0, "why": "first", "repeats": 3},
+        {"case": "b", "s": None, "why": "", "repeats": 1},
+    ]
+
+
+def test_the_claims_of_elastic_need_every_change_and_every_policy():
+    once = list(itertools.pairwise(elastic.SIZES))
+    assert elastic._stall_claim("mlp", changes(*once), 1).holds
+    assert not elastic._stall_claim("mlp", changes(*once[1:]), 1).holds
+    assert not elastic._stall_claim("mlp", changes(*once, stall_s=0.6), 1).holds
+    best = elastic.best_workers()
+    good = [changes((best, best + 1), (best + 1, best))]
+    assert elastic._policy_claim(good * 2).holds
+    assert not elastic._policy_claim([*good, changes((1, best))]).holds
+    assert elastic._policy_claim([*good, changes((best, best + 1), (best + 1, 1))]).value == 1

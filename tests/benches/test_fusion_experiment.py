@@ -61,6 +61,6 @@ def test_fused_curves_lie_on_the_serial_ones(tmp_path):
 def test_blocks_are_left_unfused_and_timed_against_the_trials_one_after_another(tmp_path):
     rows = partial.measure("resnet18-tiny", CPU_CASES["resnet18-tiny"], torch.device("cpu"), (0, 10), 1, 2)
     assert [row["fused_blocks"] for row in rows] == [None, 0, 10]
-    assert all(row["lowest"] <= row["speedup"] <= row["highest"] for row in rows)
+    assert all(row["speedup_min"] <= row["speedup"] <= row["speedup_max"] for row in rows)
     partial.write_plot(Bench("fusion-partial", "", rows, ()), tmp_path / "partial.png")
     assert (tmp_path / "partial.png").stat().st_size > 1000

@@ -78,6 +78,34 @@ def test_an_experiment_that_never_ends_is_ended(experiments: None, monkeypatch: 
     assert "exit status -15 after" in Path("bench.html").read_text()
 
 
+def test_an_interrupt_ends_the_experiments_and_keeps_the_results_before_it(
+    experiments: None, monkeypatch: pytest.MonkeyPatch
+):
+    run_one = command._run_one
+
+    def interrupted(name: str, quick: bool) -> ExperimentRun:
+        if name == "weak":
+            raise KeyboardInterrupt
+        return run_one(name, quick)
+
+    monkeypatch.setattr(command, "_run_one", interrupted)
+    done = CliRunner().invoke(app, ["bench", "--all", "--quick"])
+    assert done.exit_code == 130
+    assert "interrupted during weak; bench.html has the results of 2 of 3 experiments" in done.stderr
+    page = Path("bench.html").read_text()
+    assert "3 experiments, 1 failed, 1 to come" in page
+    assert page.count("data:image/png;base64,") == 1
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_first_experiment(
+    experiments: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(command, "_run_one", lambda name, quick: pytest.fail("an experiment was run"))
+    Path("file").touch()
+    done = CliRunner().invoke(app, ["bench", "--all", "-o", "file/bench.html"])
+    assert "file/bench.html" in str(done.exception)
+
+
 def test_a_page_names_what_it_was_measured_on_and_escapes_what_it_shows():
     runs = [ExperimentRun("good", 3.0, CONTENT, b"png"), ExperimentRun("later")]
     page = make_bench_page("plait bench --all --quick", runs)
@@ -95,6 +123,7 @@ def test_a_page_names_what_it_was_measured_on_and_escapes_what_it_shows():
         ([], "NAME: missing; expected plait bench NAME, or plait bench --all"),
         (["good", "-o", "x.html"], "-o: found without --all"),
         (["good", "--all"], "--all: found with NAME"),
+        (["good", "--csv", "plait/__main__.py/x.csv"], "__main__.py cannot be written to"),
         (["goood"], "NAME: found 'goood', expected an experiment; did you mean 'good'"),
     ],
 )

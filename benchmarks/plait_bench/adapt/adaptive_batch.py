@@ -29,7 +29,7 @@ from plait_bench.adapt.same_workers import train_on_same_workers
 from plait_bench.harness import Bench, BenchClaim, Row, at_most, in_world, number, picture, say
 
 WORKERS = 2
-SMALL, LARGE = 16, 256
+SMALL, LARGE = 32, 256
 RUNS = ("small", "adaptive", "large")
 # Points of accuracy that the adaptive run may lose, and the share of the small batch's time that it may take.
 POINTS, SHARE = 0.01, 0.7

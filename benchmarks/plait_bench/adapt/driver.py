@@ -1,4 +1,4 @@
-"""Doing things to a job while it runs: asking it for other workers, killing one of them."""
+"""Doing things to a job while it runs: asking it for other workers, killing one of them, ending it."""
 
 from __future__ import annotations
 
@@ -21,30 +21,39 @@ Act = Callable[[RunDir, tuple[WorkerState, ...]], None]
 
 
 class Driver(Silent):
-    """Does what is left to do, one thing after the other, each `quiet_steps` after the one before."""
+    """Does one thing after the other, each once the workers changed so often, `quiet_steps` after that."""
 
-    def __init__(self, name: str, acts: Sequence[Act], run_dir: Path, quiet_steps: int) -> None:
+    def __init__(self, name: str, acts: Sequence[tuple[int, Act]], run_dir: Path, quiet_steps: int) -> None:
         self._name = name
         self._acts = list(acts)
         self._run_dir = run_dir
         self._quiet_steps = quiet_steps
         self._quiet_since: int | None = None
-        self._busy = False
+        # The start of the run is none.
+        self._changes = -1
+        self.has_stopped = False
 
     def started(self, workers: tuple[WorkerState, ...]) -> None:
         self._workers = workers
-        self._quiet_since, self._busy = None, False
+        self._quiet_since = None
+        self._changes += 1
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
         step = int(progress["step"])
         if self._quiet_since is None:
             self._quiet_since = step
-        if self._busy or step < self._quiet_since + self._quiet_steps or not self._acts:
+        is_quiet = step >= self._quiet_since + self._quiet_steps
+        if not is_quiet or not self._acts or self._changes < self._acts[0][0]:
             return
-        self._busy = True
         # In a thread of its own: this one answers the request.
-        act, run = self._acts.pop(0), find_run(self._name, self._run_dir)
+        (_, act), run = self._acts.pop(0), find_run(self._name, self._run_dir)
+        self.has_stopped = act is stop
         threading.Thread(target=act, args=(run, self._workers), daemon=True).start()
+
+
+def stop(_: RunDir, __: tuple[WorkerState, ...]) -> None:
+    """End the run in good order; its supervisor is this process."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class KillWorker:
@@ -73,12 +82,20 @@ def job(name: str, folder: str, parallel: Mapping[str, Any], **more: Any) -> dic
     }
 
 
-def trained(job: Mapping[str, Any], acts: Sequence[Act], quiet_steps: int) -> tuple[RunDir, list[Recorded]]:
-    """The folder of a run to which `acts` were done meanwhile, and its record in the order of time."""
+def trained(
+    job: Mapping[str, Any], acts: Sequence[tuple[int, Act]], quiet_steps: int
+) -> tuple[RunDir, list[Recorded]]:
+    """The folder of a run to which `acts` were done meanwhile, and its record in the order of time.
+
+    Each act waits until the workers have changed as often as the number before it says.
+    """
     from plait.jobs.train import train  # reads job files
 
     driver = Driver(job["name"], acts, Path(job["run_dir"]), quiet_steps)
-    folder = RunDir(Path(train(job, display=driver).run))
+    result = train(job, display=driver)
+    if result.reason == "stopped" and not driver.has_stopped:
+        raise KeyboardInterrupt  # the run took the signal that was meant for the experiment
+    folder = RunDir(Path(result.run))
     return folder, recorded(folder)
 
 

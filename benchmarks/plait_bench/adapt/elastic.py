@@ -17,20 +17,38 @@ from torch import nn
 
 from plait.core.events import Recorded
 from plait.core.run_events import Step, WorkersChanged
+from plait.core.units import count_of
 from plait.launcher.control import ask_job
 from plait.launcher.display import WorkerState
 from plait.launcher.run_dir import RunDir
 from plait_bench.adapt import pipelines
-from plait_bench.adapt.driver import Act, KillWorker, apart, job, trained
-from plait_bench.harness import Bench, BenchClaim, Found, Row, at_most, number, picture, run_parts, say
+from plait_bench.adapt.driver import Act, KillWorker, apart, job, losses, stop, trained
+from plait_bench.harness import (
+    Bench,
+    BenchClaim,
+    Found,
+    Row,
+    at_most,
+    draw_spread,
+    number,
+    of_repeats,
+    picture,
+    run_parts,
+    say,
+)
 from plait_bench.sleeping import Sleeping
 
 SIZES = (2, 3, 4, 2, 1, 3)
 GOAL_S = 0.5
 LOSS_GOAL = 1e-9
-# Steps between a change and the next request, from which the time of a step is known.
 NAME = "elastic"
-QUIET_STEPS = 30
+REPEATS, QUICK_REPEATS = 3, 2
+# Steps between a change and the next request, from which the time of a step is known.
+QUIET_STEPS = 20
+# A policy that has made up its mind must stay with it for this many.
+POLICY_QUIET_STEPS = 30
+# More than any run takes: it is stopped after its last change, however long joiners took to start.
+MOST_STEPS = 4000
 # So that a change meets a job in the middle of its steps, also on few cores.
 STEP_S = 0.02
 
@@ -63,24 +81,37 @@ def run(
 
 
 def run_workers(quick: bool = False) -> Found:
-    """Resizes, a worker that is killed, and the policy that chooses the number of workers."""
+    """Resizes, workers that are killed, and the policy that chooses the number of workers.
+
+    A job goes through all sizes several times and loses several workers; each policy has a job of its own.
+    """
+    repeats = QUICK_REPEATS if quick else REPEATS
     rows: list[Row] = []
     claims: list[BenchClaim] = []
-    # Joiners take a while on a busy machine, and all changes must come before the end.
-    steps = (2 if quick else 4) * QUIET_STEPS * (len(SIZES) + 1)
     for name in ("mlp",) if quick else ("mlp", "mlp-3-million"):
-        parallel = {"workers": SIZES[0], "elastic": True, "max_workers": max(SIZES)}
-        resized = _trained(name, parallel, steps, [_ask(size) for size in SIZES[1:]])
+        resized = _resized(name, repeats)
         changes = _change_rows("resize", name, resized)
         rows += changes
-        claims.append(_stall_claim(name, changes))
+        claims.append(_stall_claim(name, changes, repeats))
         if name == "mlp":
-            fixed = _trained(name, {"workers": 2, "jitter": [0.0, 0.0]}, steps)
+            fixed = _trained(name, {"workers": 2, "jitter": [0.0, 0.0]}, steps=max(losses(resized)))
             rows.append({"case": "fixed size", "model": name, "workers": 2, "then": 2})
             words = "the largest difference of a step's loss from the run of fixed size (float64)"
             claims.append(at_most(words, apart(resized, fixed), LOSS_GOAL, ", over all steps"))
-    lost, tried = _lost("mlp"), _chosen_by_policy()
-    return [*rows, *lost, *tried], [*claims, _loss_of_worker_claim(lost), _policy_claim(tried)]
+    lost = _lost("mlp", repeats)
+    tried = [_chosen_by_policy() for _ in range(repeats)]
+    case = ("case", "model", "workers", "then")
+    measured = ("step_s", "stall_s", "switch_s", "asked_before_s")
+    return (
+        of_repeats([*rows, *lost, *itertools.chain(*tried)], case, measured),
+        [*claims, _loss_of_worker_claim(lost, repeats), _policy_claim(tried)],
+    )
+
+
+def _resized(name: str, repeats: int) -> list[Recorded]:
+    parallel = {"workers": SIZES[0], "elastic": True, "max_workers": max(SIZES)}
+    sizes = (SIZES * repeats)[1:]
+    return _trained(name, parallel, [*((n, _ask(size)) for n, size in enumerate(sizes)), (len(sizes), stop)])
 
 
 PARTS: Mapping[str, Callable[[], Found]] = {"workers": run_workers, "pipelines": pipelines.run}
@@ -93,12 +124,12 @@ def _ask(workers: int) -> Act:
     return ask
 
 
-def _lost(name: str) -> list[Row]:
-    """A row for the loss of the worker that keeps the record, and one for the worker in its place."""
-    kill = KillWorker(0)
-    recorded = _trained(name, {"workers": 3, "elastic": True, "max_workers": 3}, 8 * QUIET_STEPS, [kill])
-    # What the worker that was killed recorded last may not have reached its file.
-    return _change_rows("kill -9 of worker 0", name, recorded, kill.at)
+def _lost(name: str, repeats: int) -> list[Row]:
+    """A row for each loss of the worker that keeps the record, and one for each worker in its place."""
+    kills = [KillWorker(0) for _ in range(repeats)]
+    acts = [*((2 * n, kill) for n, kill in enumerate(kills)), (2 * repeats, stop)]
+    recorded = _trained(name, {"workers": 3, "elastic": True, "max_workers": 3}, acts)
+    return _change_rows("kill -9 of worker 0", name, recorded, [kill.at for kill in kills])
 
 
 class KnownScaling(Sleeping):
@@ -122,33 +153,45 @@ def _chosen_by_policy() -> list[Row]:
     """A row for each number of workers that the policy tries."""
     parallel = {"workers": 1, "elastic": True, "max_workers": MOST_WORKERS, "jitter": [0.0, 0.0]}
     policy = {"kind": "workers", "most": MOST_WORKERS, "gain": GAIN, "window": 8}
-    found = _trained("known-scaling", parallel, 160, adapt=[policy])
+    acts = [(best_workers() + 1, stop)]
+    found = _trained("known-scaling", parallel, acts, POLICY_QUIET_STEPS, steps=200, adapt=[policy])
     return _change_rows("policy", "known-scaling", found)
 
 
-def _policy_claim(rows: Sequence[Row]) -> BenchClaim:
-    tried = [int(number(row, "then")) for row in rows]
+def _policy_claim(runs: Sequence[Sequence[Row]]) -> BenchClaim:
+    tried = [[int(number(row, "then")) for row in rows] or [0] for rows in runs]
     best = best_workers()
     words = "the number of workers that the policy comes to, for a job whose scaling is known"
-    last = tried[-1] if tried else None
-    holds = last == best and max(tried) == best + 1
-    return BenchClaim(words, last, f"{best}, after {best + 1} were tried", holds)
+    # The furthest off of all runs.
+    last = max((sizes[-1] for sizes in tried), key=lambda workers: abs(workers - best))
+    holds = last == best and all(max(sizes) == best + 1 for sizes in tried)
+    return BenchClaim(words, last, f"{best}, after {best + 1} were tried, in each of {len(runs)} runs", holds)
 
 
 def _trained(
-    name: str, parallel: Mapping[str, Any], steps: int, acts: Sequence[Act] = (), **more: Any
+    name: str,
+    parallel: Mapping[str, Any],
+    acts: Sequence[tuple[int, Act]] = (),
+    quiet_steps: int = QUIET_STEPS,
+    steps: int = MOST_STEPS,
+    **more: Any,
 ) -> list[Recorded]:
     model = {**MODELS[name], "data": {"kind": "digits", "batch_size": BATCH}, "steps": steps}
     with tempfile.TemporaryDirectory() as folder:
         jittered = {"jitter": [1.0, STEP_S], **parallel}
-        say(f"elastic, {name}: {steps} steps from {parallel['workers']} workers on, {len(acts)} changes")
+        changes = count_of(acts[-1][0] if acts else 0, "change")
+        say(f"elastic, {name} from {count_of(parallel['workers'], 'worker')} on, {changes}")
         asked = job(NAME, folder, jittered, checkpoint={"every_steps": 1_000_000}, **model, **more)
-        return trained(asked, acts, QUIET_STEPS)[1]
+        return trained(asked, acts, quiet_steps)[1]
 
 
-def _change_rows(case: str, name: str, recorded: Sequence[Recorded], since: float | None = None) -> list[Row]:
-    """How long each change held up the steps, beyond the time of a step; the first one from `since` on."""
+def _change_rows(
+    case: str, name: str, recorded: Sequence[Recorded], kills: Sequence[float | None] = ()
+) -> list[Row]:
+    """How long each change held up the steps, beyond the time of a step; losses from these `kills` on."""
     rows: list[Row] = []
+    # What a worker that was killed recorded last may not have reached its file.
+    killed = iter(kills)
     for index, line in enumerate(recorded):
         event = line.event
         if isinstance(event, WorkersChanged):
@@ -156,14 +199,14 @@ def _change_rows(case: str, name: str, recorded: Sequence[Recorded], since: floa
             after = [each.t for each in recorded[index:] if isinstance(each.event, Step)]
             # Two steps in a row that a worker records end one step apart.
             step_s = statistics.median(b - a for a, b in itertools.pairwise(after[1 : QUIET_STEPS // 2]))
-            gap_s = after[0] - (since if since is not None and not rows else before[-1])
+            since = next(killed, None) if event.lost else None
+            gap_s = after[0] - (before[-1] if since is None else since)
             rows.append(
                 {
                     "case": case,
                     "model": name,
                     "workers": len(event.members) - len(event.joined) + len(event.left) + len(event.lost),
                     "then": len(event.members),
-                    "step": event.step,
                     "step_s": round(step_s, 4),
                     "stall_s": round(max(0.0, gap_s - step_s), 4),
                     "switch_s": round(event.seconds, 4),
@@ -180,39 +223,45 @@ def _asked_before_s(event: WorkersChanged, at: float) -> float | None:
     return round(at - float(moment), 3) if not word and moment else None
 
 
-def _stall_claim(name: str, changes: Sequence[Row]) -> BenchClaim:
-    words = f"{name}: the longest stall of workers that stay, over {' -> '.join(map(str, SIZES))}, s"
+def _stall_claim(name: str, changes: Sequence[Row], repeats: int) -> BenchClaim:
+    sizes = f"{' -> '.join(map(str, SIZES))}, {repeats} times"
     worst = max((number(row, "stall_s") for row in changes), default=None)
-    return at_most(words, worst, GOAL_S, ", each change made", only_if=len(changes) == len(SIZES) - 1)
+    is_whole = len(changes) == len(SIZES) * repeats - 1
+    words = f"{name}: the longest stall of workers that stay, over {sizes}, s"
+    return at_most(words, worst, GOAL_S, ", each change made", is_whole)
 
 
-def _loss_of_worker_claim(changes: Sequence[Row]) -> BenchClaim:
-    words = "from kill -9 of the worker that keeps the record to the next step of the others, s"
-    first = number(changes[0], "stall_s") if changes else None
+def _loss_of_worker_claim(changes: Sequence[Row], repeats: int) -> BenchClaim:
+    words = f"the longest of {repeats} from kill -9 of the worker that keeps the record to the next step, s"
+    stalls = [number(row, "stall_s") for row in changes if row["why"]]
     more = " beyond a step, and another takes its place"
-    return at_most(words, first, GOAL_S, more, only_if=len(changes) == 2)
+    is_whole = len(stalls) == repeats and len(changes) == 2 * repeats
+    return at_most(words, max(stalls, default=None), GOAL_S, more, is_whole)
 
 
 def write_plot(bench: Bench, path: Path) -> None:
     """The stall of each change of workers, and the pace of a pipeline with a slow worker under each plan."""
     stalls = [row for row in bench.rows if "stall_s" in row]
-    paces = [row for row in bench.rows if "stall_s" not in row and "step_s" in row]
+    paces = [row for row in bench.rows if ": " in str(row["case"])]
     counts = [count for count in (len(stalls), len(paces)) if count]
     size = (1.5 + 0.9 * sum(counts) + len(counts), 4.0)
     with picture(path, size, across=len(counts), width_ratios=counts) as axes:
         if stalls:
-            lost = ["kill" in str(row["case"]) or "loses" in str(row["case"]) for row in stalls]
-            colours = ["tab:red" if is_lost else "tab:blue" for is_lost in lost]
-            axes[0].bar(range(len(stalls)), [number(row, "stall_s") for row in stalls], color=colours)
-            axes[0].axhline(GOAL_S, color="black", linestyle="--", linewidth=1)
+            for case in dict.fromkeys(str(row["case"]) for row in stalls):
+                own = {at: row for at, row in enumerate(stalls) if row["case"] == case}
+                axes[0].bar(list(own), [number(row, "stall_s") for row in own.values()], label=case)
+            draw_spread(axes[0], range(len(stalls)), stalls, "stall_s", "0.2")
+            axes[0].axhline(
+                GOAL_S, color="black", linestyle="--", linewidth=1, label="goal (of a pipeline 10 s)"
+            )
             models = [str(row["model"]).replace("-", "\n") for row in stalls]
             labels = [f"{model}\n{row['workers']} -> {row['then']}" for model, row in zip(models, stalls)]
             axes[0].set_xticks(range(len(stalls)), labels, fontsize=8)
-            axes[0].set(ylabel="seconds without a step, beyond one step")
-            title = "blue: resized; red: a worker killed\n(goal: dashed; of a pipeline 10 s)"
-            axes[0].set_title(title, fontsize=8)
+            axes[0].set_ylabel("seconds without a step,\nbeyond one step")
+            axes[0].legend(fontsize=8)
         if paces:
             axes[-1].bar(range(len(paces)), [number(row, "step_s") for row in paces], color="tab:green")
+            draw_spread(axes[-1], range(len(paces)), paces, "step_s", "0.2")
             labels = [textwrap.fill(str(row["case"]).partition(": ")[2], 12) for row in paces]
             axes[-1].set_xticks(range(len(paces)), labels, fontsize=8)
             axes[-1].set(ylabel="seconds a step")

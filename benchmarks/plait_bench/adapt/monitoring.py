@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from plait.training.engines.train_step import TrainStep
 from plait.training.monitoring.step_monitor import StepMonitor
 from plait.training.run import Run
 from plait.training.worker_group import group_of_world
-from plait_bench.harness import Bench, Row, at_most, bars, in_world, number, picture, spread
+from plait_bench.harness import Bench, Row, at_most, bars, in_turns, in_world, number, picture, spread
 
 # Both come from the same norms, so both together cost what each does.
 KINDS = ("none", "noise-scale and variance")
@@ -118,19 +119,19 @@ def _batch(run: Run, share: int) -> Batch:
 def _take_steps(
     step: TrainStep, monitor: StepMonitor, batch: Batch, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Wall and processor seconds of each kind's steps; the first round warms up."""
-    taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
-    for round_ in range(rounds + 1):
-        # Another order each round: what follows a kind must not always be the same.
-        for place in range(len(KINDS)):
-            kind = KINDS[(place + round_) % len(KINDS)]
+    """Wall and processor seconds of each kind's steps."""
+
+    def timed(kind: str) -> Callable[[bool], tuple[float, float]]:
+        def take(_: bool) -> tuple[float, float]:
             step.watch(None if kind == "none" else monitor)
             started = time.perf_counter(), time.process_time()
             monitor.step += 1
             step.step([batch], [1.0])
-            seconds = time.perf_counter() - started[0], time.process_time() - started[1]
-            taken[kind] += [seconds] if round_ else []
-    return taken
+            return time.perf_counter() - started[0], time.process_time() - started[1]
+
+        return take
+
+    return in_turns({kind: timed(kind) for kind in KINDS}, rounds)
 
 
 def _of_all(own: dict[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:
@@ -153,12 +154,10 @@ def _rows(
                 "model": model,
                 "workers": workers,
                 "monitor": kind,
-                **spread(wall, "step_s", "step_min_s", "step_max_s"),
+                **spread(wall, "step_s"),
                 "processor_s": statistics.median(busy),
                 "overhead": overhead_of(taken, kind, 0),
-                **spread(
-                    overheads_of(taken, kind, 1), "processor_overhead", "processor_min", "processor_max"
-                ),
+                **spread(overheads_of(taken, kind, 1), "processor_overhead"),
                 "passes": 0.0 if kind == "none" else passes_s / statistics.median(wall),
                 "rounds": len(wall),
             }
@@ -184,26 +183,23 @@ def overheads_of(taken: dict[str, list[tuple[float, float]]], kind: str, which: 
 
 def write_plot(bench: Bench, path: Path) -> None:
     """What monitoring adds to a step, by model and number of workers: its processor time and its passes."""
-    columns = {
-        "processor time": ("processor_overhead", "processor_min", "processor_max"),
-        "its passes by themselves": ("passes", "passes", "passes"),
-    }
-    ends = ("percent", "least", "most")
+    columns = {"processor time": "processor_overhead", "its passes by themselves": "passes"}
     own: list[Row] = [
-        {**row, "side": side, **{end: 100 * number(row, name) for end, name in zip(ends, names)}}
+        {
+            **row,
+            "side": side,
+            **{
+                f"percent{end}": 100 * number(row, name + end)
+                for end in ("", "_min", "_max")
+                if name + end in row
+            },
+        }
         for row in bench.rows
         if row["monitor"] != "none"
-        for side, names in columns.items()
+        for side, name in columns.items()
     ]
     with picture(path, (8, 4)) as (axis,):
-        bars(
-            axis,
-            own,
-            lambda row: f"{row['model']}\n{row['workers']} workers",
-            "side",
-            "percent",
-            ("least", "most"),
-        )
+        bars(axis, own, lambda row: f"{row['model']}\n{row['workers']} workers", "side", "percent")
         axis.axhline(100 * GOAL, color="grey", linewidth=0.8, label="goal")
         axis.set_ylabel("more than a plain step, %")
         axis.legend(fontsize=8)

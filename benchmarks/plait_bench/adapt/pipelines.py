@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from plait.planner import save_plan
 from plait.planner.replan import plan_for
 from plait.training.change.replanning import plan_and_graph
 from plait_bench.adapt.driver import KillWorker, apart, job, trained
-from plait_bench.harness import Found, Row, at_least, at_most, number
+from plait_bench.harness import Found, Row, at_least, at_most, number, of_repeats, of_runs
 from plait_bench.sleeping import Sleeping
 
 NAME = "pipelines"
@@ -31,6 +32,8 @@ LOST_GOAL_S, LOSS_GOAL, SPEED_GOAL = 10.0, 1e-9, 0.85
 QUIET_STEPS = 30
 # Steps whose median is a run's pace.
 TIMED = 20
+REPEATS = 3
+REPLANNED, KNEW = "re-planned", "a plan that knew"
 
 
 def timed_layers(slow: str) -> nn.Module:
@@ -61,28 +64,25 @@ def _job(folder: Path, parallel: Mapping[str, Any], steps: int, **more: Any) -> 
     )
 
 
-def lost_rows() -> list[Row]:
+def lost_row() -> Row:
     """A pipeline of four stages that loses a worker, beside one that does not."""
     steps = 2 * QUIET_STEPS + 20
     kill = KillWorker(SLOW_WORKER)
     with tempfile.TemporaryDirectory() as name:
-        _, lost = trained(_job(Path(name), {"elastic": True}, steps), [kill], QUIET_STEPS)
+        _, lost = trained(_job(Path(name), {"elastic": True}, steps), [(0, kill)], QUIET_STEPS)
     with tempfile.TemporaryDirectory() as name:
         _, fixed = trained(_job(Path(name), {}, steps), [], QUIET_STEPS)
     at, change = next((line.t, line.event) for line in lost if isinstance(line.event, WorkersChanged))
     after = next(line for line in lost if isinstance(line.event, Step) and line.t > at)
     assert kill.at is not None
-    return [
-        {
-            "case": "a pipeline loses a worker",
-            "model": "timed layers",
-            "workers": STAGES,
-            "then": len(change.members),
-            "step": change.step,
-            "stall_s": round(after.t - kill.at, 3),
-            "apart": apart(lost, fixed),
-        }
-    ]
+    return {
+        "case": "a pipeline loses a worker",
+        "model": "timed layers",
+        "workers": STAGES,
+        "then": len(change.members),
+        "stall_s": round(after.t - kill.at, 3),
+        "apart": apart(lost, fixed),
+    }
 
 
 def slow_rows(steps: int = 150) -> list[Row]:
@@ -93,13 +93,13 @@ def slow_rows(steps: int = 150) -> list[Row]:
 
     with tempfile.TemporaryDirectory() as name:
         changing = _job(Path(name), {}, steps, adapt=[{"kind": "plan"}])
-        folder, adapted = trained(changing, [slow], QUIET_STEPS)
+        folder, adapted = trained(changing, [(0, slow)], QUIET_STEPS)
         settings = settings_before(folder.settings)
         assert settings is not None
         plan, graph = plan_and_graph(settings)
     speeds = [1 / SLOWER if worker == SLOW_WORKER else 1.0 for worker in range(STAGES)]
-    paces = {"re-planned": adapted}
-    for case, known in (("a plan that knew", plan_for(plan, graph, speeds)), ("the plan as it was", plan)):
+    paces = {REPLANNED: adapted}
+    for case, known in ((KNEW, plan_for(plan, graph, speeds)), ("the plan as it was", plan)):
         with tempfile.TemporaryDirectory() as name:
             save_plan(known, Path(name) / "plan.json")
             _slow_down(Path(name))
@@ -112,10 +112,9 @@ def slow_rows(steps: int = 150) -> list[Row]:
             "model": "timed layers",
             "workers": STAGES,
             "then": STAGES,
-            "step": changes[0].step if changes and case == "re-planned" else None,
-            "changes": len(changes) if case == "re-planned" else 0,
+            "changes": len(changes) if case == REPLANNED else 0,
             "step_s": round(_pace_s(recorded), 4),
-            "why": "; then ".join(change.why for change in changes) if case == "re-planned" else "",
+            "why": "; then ".join(change.why for change in changes) if case == REPLANNED else "",
         }
         for case, recorded in paces.items()
     ]
@@ -128,16 +127,24 @@ def _pace_s(recorded: Sequence[Recorded]) -> float:
 
 
 def run() -> Found:
-    """A pipeline that loses a worker, and one in which a worker becomes slower."""
-    (lost,), slow = lost_rows(), slow_rows()
+    """A pipeline that loses a worker, and one in which a worker becomes slower, several times."""
+    runs = [[lost_row(), *slow_rows()] for _ in range(REPEATS)]
+    rows = of_repeats(list(itertools.chain(*runs)), ["case"], ["stall_s", "apart", "step_s"])
     killed = f"a pipeline of {STAGES} stages: from kill -9 of a worker to the next step, s"
-    paces = {str(row["case"]).partition(": ")[2]: number(row, "step_s") for row in slow}
-    share = paces["a plan that knew"] / paces["re-planned"]
     speed = f"throughput after a worker became {SLOWER:g} times slower, against a plan that knew of it"
     difference = "the largest difference of a step's loss from the run that lost nobody (float64)"
-    off = None if lost["apart"] is None else float(lost["apart"])
-    return [lost, *slow], [
-        at_most(killed, number(lost, "stall_s"), LOST_GOAL_S),
-        at_most(difference, off, LOSS_GOAL, ", over all steps"),
-        at_least(speed, share, SPEED_GOAL),
+    return rows, [
+        at_most(*of_runs(killed, [number(each[0], "stall_s") for each in runs]), LOST_GOAL_S),
+        at_most(*of_runs(difference, [_apart(each[0]) for each in runs]), LOSS_GOAL, ", over all steps"),
+        at_least(*of_runs(speed, [_share(each[1:]) for each in runs]), SPEED_GOAL),
     ]
+
+
+def _apart(lost: Row) -> float | None:
+    return None if lost["apart"] is None else number(lost, "apart")
+
+
+def _share(slow: Sequence[Row]) -> float:
+    """The pace of the plan that knew, over that of the run that was re-planned."""
+    paces = {str(row["case"]).partition(": ")[2]: number(row, "step_s") for row in slow}
+    return paces[KNEW] / paces[REPLANNED]

@@ -1,7 +1,8 @@
-"""Fused trials against the same trials one after another, in processes and by vmap (HFTA's experiment)."""
+"""Fused trials against the same ones one after another, in processes, by vmap and by HFTA's own code."""
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -26,13 +27,29 @@ from plait_bench.fusion.cases import (
     serial_step,
     vmap_step,
 )
+from plait_bench.fusion.hfta import hfta_step
 from plait_bench.fusion.nvml import GpuWatch
 from plait_bench.fusion.processes import PROCESS_MODES, times_of_processes
-from plait_bench.harness import Bench, BenchClaim, Found, Row, bars, number, picture, run_parts, say, spread
+from plait_bench.harness import (
+    Bench,
+    BenchClaim,
+    Found,
+    Row,
+    bars,
+    curve,
+    number,
+    picture,
+    run_parts,
+    say,
+    spread,
+)
 
-MODES = ("serial", "serial-graph", "serial-compile", "processes", "mps", "vmap", "fused", "fused-graph")
+HFTA_MODES = ("hfta", "hfta-graph")
+_ONE_BY_ONE = ("serial", "serial-graph", "serial-compile")
+MODES = (*_ONE_BY_ONE, *PROCESS_MODES, "vmap", *HFTA_MODES, "fused", "fused-graph")
 PARTS = {
     "speed": "all models in the modes that one process has",
+    "rivals": "all models fused, by vmap and by HFTA's own code, which is to be on PYTHONPATH",
     "modes": "all modes, also several processes at once and under MPS, fused widths from 1 to 32",
 }
 # Speed-ups over the plain loop that were set as goals before anything was measured.
@@ -54,9 +71,9 @@ def run(
 ) -> Bench:
     """Time a step of all trials in each mode; a speed-up is serial time for as many trials over that.
 
-    On a GPU the modes `serial-graph`, `serial-compile` and `fused-graph` replay a CUDA graph, and `mps` needs
-    a running nvidia-cuda-mps-control. A mode that fails for a model says so in its row. `quick` takes the
-    models that a goal is set for, and fewer repeats.
+    On a GPU the modes `serial-graph`, `serial-compile`, `hfta-graph` and `fused-graph` replay a CUDA graph,
+    `mps` needs a running nvidia-cuda-mps-control, and `hfta` its code on PYTHONPATH. A mode that fails for a
+    model says so in its row. `quick` takes the models that a goal is set for, and fewer repeats.
     """
     found = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(found if device == "auto" else device)
@@ -65,33 +82,31 @@ def run(
     if quick:
         models, repeats = models or list(_goals(place)), min(repeats, 3)
 
-    def measured(everything: bool) -> Found:
-        usual_modes, usual_widths = _usual(place, everything)
+    def measured(part: str) -> Found:
+        usual_modes, usual_widths = _usual(place, part)
         with one_thread(place):
             rows = _measure_all(
                 place, models, list(widths) or usual_widths, list(modes) or usual_modes, repeats
             )
         return rows, _claims(rows, place)
 
-    known = {
-        "speed": lambda: measured(False),
-        "modes": lambda: measured(True),
-    }
+    known = {part: functools.partial(measured, part) for part in PARTS}
     # All modes are more than those of one process.
     asked = [part for part in known if part in parts and not (part == "speed" and "modes" in parts)]
     return run_parts("fusion", command, asked, known)
 
 
-def _usual(device: torch.device, everything: bool) -> tuple[list[str], list[int]]:
+def _usual(device: torch.device, part: str) -> tuple[list[str], list[int]]:
     """The modes and widths that are measured where none are named."""
     on_gpu = device.type == "cuda"
-    if not everything:
-        modes = (
-            [mode for mode in MODES if mode not in PROCESS_MODES] if on_gpu else ["serial", "vmap", "fused"]
-        )
-        return modes, [8, 32] if on_gpu else [8]
-    modes = list(MODES) if on_gpu else ["serial", "serial-compile", "processes", "vmap", "fused"]
-    return modes, [1, 2, 4, 8, 16, 32]
+    if part == "modes":
+        modes = list(MODES) if on_gpu else ["serial", "serial-compile", "processes", "vmap", "fused"]
+        return [mode for mode in modes if mode not in HFTA_MODES], [1, 2, 4, 8, 16, 32]
+    if part == "rivals":
+        captured = ["hfta-graph", "fused-graph"] if on_gpu else []
+        return ["serial", "vmap", "hfta", "fused", *captured], [8]
+    modes = [mode for mode in MODES if mode not in (*PROCESS_MODES, *HFTA_MODES)]
+    return (modes, [8, 32]) if on_gpu else (["serial", "vmap", "fused"], [8])
 
 
 def _measure_all(
@@ -155,10 +170,15 @@ def _check(given: Sequence[str], valid: Sequence[str], what: str) -> None:
 def _best_serial_step(case: Case, device: torch.device) -> Step:
     """A step of the best plain loop: on a GPU the faster of the two memory layouts."""
     step = serial_step(case, device)
-    if device.type == "cpu" or case.is_gan or case.data()[0].dim() != 4:
+    if case.is_gan or not _has_layouts(case, device):
         return step
     steps = [step, serial_step(case, device, channels_last=True)]
     return min(steps, key=lambda step: seconds_of(step, device))
+
+
+def _has_layouts(case: Case, device: torch.device) -> bool:
+    """Whether two memory layouts are worth trying: those of images on a GPU."""
+    return device.type == "cuda" and case.data()[0].dim() == 4
 
 
 def _row(
@@ -181,7 +201,7 @@ def _numbers(pairs: list[tuple[float, float]], width: int, watch: GpuWatch) -> R
     return {
         "serial_ms": 1e3 * statistics.median(serial_s for serial_s, _ in pairs),
         "step_ms": 1e3 * statistics.median(step_s for _, step_s in pairs),
-        **spread(speedups, "speedup", "lowest", "highest"),
+        **spread(speedups, "speedup"),
         "memory_bytes": watch.memory_bytes,
         "sm_activity": watch.sm_activity,
     }
@@ -194,7 +214,7 @@ def _measured(
 
     The two take turns because a machine's speed drifts: a ratio of neighbours means more than one of means.
     """
-    step = serial if mode == "serial" else _step_of(case, mode, width, device)
+    step = serial if mode == "serial" else _fastest_step(case, mode, width, device)
     for _ in range(3):
         step()
     pairs = [(seconds_of(serial, device), seconds_of(step, device)) for _ in range(repeats)]
@@ -208,15 +228,25 @@ def _measured(
     return pairs, watch
 
 
-def _step_of(case: Case, mode: str, width: int, device: torch.device) -> Step:
+def _fastest_step(case: Case, mode: str, width: int, device: torch.device) -> Step:
+    """A step of the mode; of HFTA's on a GPU, in the faster of the two memory layouts."""
+    if mode not in HFTA_MODES or not _has_layouts(case, device):
+        return _step_of(case, mode, width, device)
+    steps = [_step_of(case, mode, width, device, channels_last) for channels_last in (False, True)]
+    return min(steps, key=lambda step: seconds_of(step, device))
+
+
+def _step_of(case: Case, mode: str, width: int, device: torch.device, channels_last: bool = False) -> Step:
     if mode == "vmap":
         return vmap_step(case, device, width)
-    if mode == "serial-compile":
+    if mode in HFTA_MODES:
+        step, inputs, clear = hfta_step(case, device, width, channels_last)
+    elif mode == "serial-compile":
         step, inputs, clear = compiled_step(case, device)
     else:
         # One trial of the fused array is the model itself.
         step, inputs, clear = fused_step(case, device, 1 if mode == "serial-graph" else width)
-    if mode in ("serial-graph", "fused-graph") or (mode == "serial-compile" and device.type == "cuda"):
+    if mode.endswith("-graph") or (mode == "serial-compile" and device.type == "cuda"):
         step = CapturedStep(step, inputs, clear=clear)
     return lambda: step(*inputs)
 
@@ -226,19 +256,28 @@ def _goals(device: torch.device) -> dict[str, float]:
 
 
 def _claims(rows: Sequence[Row], device: torch.device) -> list[BenchClaim]:
-    best: dict[str, float] = {}
-    for row in rows:
-        if str(row["mode"]).startswith("fused") and "speedup" in row:
-            name = str(row["model"])
-            best[name] = max(best.get(name, -math.inf), number(row, "speedup"))
+    fused, hfta = _best_of(rows, ("fused", "fused-graph")), _best_of(rows, HFTA_MODES)
     goals = _goals(device)
     claims = []
     for name in dict.fromkeys(str(row["model"]) for row in rows):
         goal = goals.get(name, 1.0)
-        found = best.get(name)
+        found = fused.get(name)
         words = f"{name}: fused trials over the same trials one after another"
         claims.append(BenchClaim(words, found, f">= {goal:g}x", found is not None and found >= goal))
+        if found is not None and name in hfta:
+            over, words = found / hfta[name], f"{name}: fused trials over HFTA's own code"
+            claims.append(BenchClaim(words, over, ">= 1x", over >= 1.0))
     return claims
+
+
+def _best_of(rows: Sequence[Row], modes: Sequence[str]) -> dict[str, float]:
+    """The best speed-up of each model in these modes."""
+    best: dict[str, float] = {}
+    for row in rows:
+        if row["mode"] in modes and "speedup" in row:
+            name = str(row["model"])
+            best[name] = max(best.get(name, -math.inf), number(row, "speedup"))
+    return best
 
 
 def write_plot(bench: Bench, path: Path) -> None:
@@ -253,7 +292,7 @@ def write_plot(bench: Bench, path: Path) -> None:
     widths = {row["trials"] for row in timed if not str(row["mode"]).startswith("serial")}
     if len(widths) == 1:
         with picture(path, (2 + 1.6 * len(models), 4)) as (axis,):
-            bars(axis, timed, lambda row: str(row["model"]), "mode", "speedup", ("lowest", "highest"))
+            bars(axis, timed, lambda row: str(row["model"]), "mode", "speedup")
             axis.set(ylabel=f"speed-up over serial, {widths.pop()} trials")
         return
     across = min(4, len(models))
@@ -264,16 +303,13 @@ def write_plot(bench: Bench, path: Path) -> None:
         for axis, model in zip(axes, models):
             own = [row for row in timed if row["model"] == model]
             for mode in dict.fromkeys(str(row["mode"]) for row in own):
-                points = [(row["trials"], row["speedup"]) for row in own if row["mode"] == mode]
+                points = [row for row in own if row["mode"] == mode]
                 colour = f"C{MODES.index(mode)}"
                 if mode.startswith("serial"):  # one trial after another is as fast for any number of them
-                    axis.axhline(points[0][1], color=colour, linestyle="--", linewidth=1, label=mode)
+                    speedup = number(points[0], "speedup")
+                    axis.axhline(speedup, color=colour, linestyle="--", linewidth=1, label=mode)
                 else:
-                    axis.plot(*zip(*points), marker="o", color=colour, label=mode)
-                    ends = [
-                        (number(row, "lowest"), number(row, "highest")) for row in own if row["mode"] == mode
-                    ]
-                    axis.vlines([trials for trials, _ in points], *zip(*ends), color=colour, linewidth=1)
+                    curve(axis, points, "trials", "speedup", mode, colour)
             axis.set(title=str(model), xlabel="trials", ylabel="speed-up over serial")
             axis.set_xscale("log", base=2)
         known = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels())}

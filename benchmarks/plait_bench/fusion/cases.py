@@ -113,6 +113,11 @@ class Case:
     def is_gan(self) -> bool:
         return len(self.makes) > 1
 
+    def rates(self, width: int) -> Any:
+        """The learning rate of all of `width` trials, or of each."""
+        rate = self.adam["lr"]
+        return [rate * (1 + number) for number in range(width)] if self.own_rates else rate
+
 
 def _of(make: Callable[[], nn.Module], data: Callable[[], tuple[Tensor, ...]]) -> Case:
     return Case((make,), data)
@@ -237,9 +242,8 @@ class _Fused(Trials):
         if device.type == "cuda":
             for fused in arrays:
                 fused.channels_last()
-        rate = case.adam["lr"]
-        rates = [rate * (1 + number) for number in range(width)] if case.own_rates else rate
-        optimizers = [FusedOptimizer(each, "adam", **{**case.adam, "lr": rates}) for each in arrays]
+        options = {**case.adam, "lr": case.rates(width)}
+        optimizers = [FusedOptimizer(each, "adam", **options) for each in arrays]
         super().__init__(arrays, optimizers, [each.parameters() for each in arrays])
 
     def loss_of(self, which: int, loss: Loss, x: Tensor, target: Any) -> Tensor:
@@ -284,21 +288,23 @@ def serial_step(case: Case, device: torch.device, channels_last: bool = False) -
 
 def compiled_step(case: Case, device: torch.device) -> StepParts:
     """The same step by torch.compile."""
-    return _parts(case, _Lone(case, device, True, False), [part.to(device) for part in case.data()])
+    return step_parts(case, _Lone(case, device, True, False), [part.to(device) for part in case.data()])
 
 
 def fused_step(case: Case, device: torch.device, width: int, unfused: Sequence[str] = ()) -> StepParts:
     """A step of the fused array, whose modules named in `unfused` run trial by trial."""
-    return _parts(case, _Fused(case, device, width, unfused), _stacked_data(case, device, width))
+    return step_parts(case, _Fused(case, device, width, unfused), stacked_data(case, device, width))
 
 
 def vmap_step(case: Case, device: torch.device, width: int) -> Step:
     """The same trials by torch.func.vmap over stacked weights."""
-    trials, inputs = _Mapped(case, device, width), _stacked_data(case, device, width)
+    trials, inputs = _Mapped(case, device, width), stacked_data(case, device, width)
     return lambda: case.train(trials, *inputs)
 
 
-def _parts(case: Case, trials: Trials, inputs: list[Tensor]) -> StepParts:
+def step_parts(case: Case, trials: Trials, inputs: list[Tensor]) -> StepParts:
+    """A step of `trials` as a function of `inputs`."""
+
     def clear() -> None:
         for optimizer in trials.optimizers:
             optimizer.zero_grad()
@@ -306,5 +312,6 @@ def _parts(case: Case, trials: Trials, inputs: list[Tensor]) -> StepParts:
     return lambda *given: case.train(trials, *given).detach(), inputs, clear
 
 
-def _stacked_data(case: Case, device: torch.device, width: int) -> list[Tensor]:
+def stacked_data(case: Case, device: torch.device, width: int) -> list[Tensor]:
+    """A batch of each trial, trials first."""
     return [torch.stack(parts).to(device) for parts in zip(*(case.data() for _ in range(width)))]

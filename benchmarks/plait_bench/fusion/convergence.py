@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from plait.fusion import FusedOptimizer, Shared, fuse
 from plait.workloads import data
 from plait.workloads.resnet import resnet18_tiny
-from plait_bench.harness import Bench, BenchClaim, Found, Row, number, picture, say
+from plait_bench.harness import Bench, Found, Row, at_most, number, picture, say
 
 MODEL = "resnet18-tiny"
 # One step of each curve in this many becomes a row.
@@ -71,7 +71,7 @@ def convergence(
         f"{MODEL} on digits, {len(rates)} learning rates, {len(seeds)} seeds: "
         f"largest distance of a fused loss from the serial"
     )
-    return rows, [BenchClaim(words, apart, f"<= {TOLERANCE:g} of it", apart <= TOLERANCE)]
+    return rows, [at_most(words, apart, TOLERANCE, " of it")]
 
 
 def _batches(steps: int, device: torch.device, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -14,7 +14,18 @@ from pathlib import Path
 import torch
 
 from plait_bench.fusion.cases import Case, Step, cases_on, fused_step, one_thread, seconds_of, serial_step
-from plait_bench.harness import Bench, BenchClaim, Row, at_least, in_turns, number, picture, say, spread
+from plait_bench.harness import (
+    Bench,
+    BenchClaim,
+    Row,
+    at_least,
+    curve,
+    in_turns,
+    number,
+    picture,
+    say,
+    spread,
+)
 
 TRIALS = 8
 # What is fused together, in the order of the model.
@@ -58,8 +69,8 @@ def measure(
             "fused_blocks": None if name == SERIAL else int(name),
             "blocks": len(BLOCKS),
             "trials": trials,
-            **spread([1e3 * each for each in own], "step_ms", "step_min_ms", "step_max_ms"),
-            **spread([serial_s / each for each in own], "speedup", "lowest", "highest"),
+            **spread([1e3 * each for each in own], "step_ms"),
+            **spread([serial_s / each for each in own], "speedup"),
             "repeats": rounds,
         }
         for name, own in taken.items()
@@ -87,13 +98,10 @@ def _claims(rows: Sequence[Row]) -> list[BenchClaim]:
 def write_plot(bench: Bench, path: Path) -> None:
     """Throughput over the trials one after another by the number of fused blocks, with its spread."""
     fused = [row for row in bench.rows if row["fused_blocks"] is not None]
-    names = ("fused_blocks", "speedup", "lowest", "highest")
-    blocks, speedups, lowest, highest = ([number(row, name) for row in fused] for name in names)
     with picture(path, (6, 4)) as (axis,):
-        axis.plot(blocks, speedups, marker="o", label=f"{fused[0]['trials']} trials in one array")
-        axis.vlines(blocks, lowest, highest, color="C0")
+        curve(axis, fused, "fused_blocks", "speedup", f"{fused[0]['trials']} trials in one array")
         axis.axhline(1.0, color="grey", linestyle="--", linewidth=1, label=SERIAL)
         axis.set(xlabel=f"fused blocks of {fused[0]['blocks']}", ylabel="throughput over serial")
-        axis.set(title=str(fused[0]["model"]), xticks=blocks)
+        axis.set(title=str(fused[0]["model"]), xticks=[number(row, "fused_blocks") for row in fused])
         axis.set_ylim(bottom=0)
         axis.legend(fontsize=8)

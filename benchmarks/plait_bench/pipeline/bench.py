@@ -126,8 +126,8 @@ def _speed_row(model: str, side: str, seconds: dict[str, list[float]]) -> Row:
     return {
         "case": model,
         "side": side,
-        **spread(own, "step_s", "step_min_s", "step_max_s"),
-        **spread([batches * one / each for each in own], "speedup", "speedup_min", "speedup_max"),
+        **spread(own, "step_s"),
+        **spread([batches * one / each for each in own], "speedup"),
         "repeats": len(own),
     }
 
@@ -153,20 +153,17 @@ def _claims(rows: list[Row]) -> list[BenchClaim]:
 
 def write_plot(bench: Bench, path: Path) -> None:
     """Throughput over one worker, and idle shares, a bar for each side."""
-    panels = (
-        ("speedup", ("speedup_min", "speedup_max"), "throughput over one worker"),
-        ("idle_share", ("idle_min", "idle_max"), "idle share of a step"),
-    )
-    drawn = [panel for panel in panels if any(panel[0] in row for row in bench.rows)]
+    panels = {"speedup": "throughput over one worker", "idle_share": "idle share of a step"}
+    drawn = [column for column in panels if any(column in row for row in bench.rows)]
     if not drawn:
         say("no picture: of its parts, pipeline draws speed and idle")
         return
     sides = list(dict.fromkeys(str(row["side"]) for row in bench.rows if "side" in row))
     with picture(path, (11, 4 * len(drawn)), down=len(drawn)) as axes:
-        for axis, (column, ends, label) in zip(axes, drawn):
+        for axis, column in zip(axes, drawn):
             own = [row for row in bench.rows if column in row]
-            bars(axis, own, lambda row: str(row["case"]), "side", column, ends, sides)
-            axis.set_ylabel(label)
+            bars(axis, own, lambda row: str(row["case"]), "side", column, sides)
+            axis.set_ylabel(panels[column])
 
 
 PARTS: Mapping[str, Callable[[], Found]] = {

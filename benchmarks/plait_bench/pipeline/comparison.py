@@ -145,7 +145,7 @@ def _row(case: str, name: str, side: Side, rates: Sequence[float], base: float, 
         "side": name,
         "plan": side.plan,
         "predicted": None if side.predicted_s is None else minibatch / side.predicted_s,
-        **spread(rates, "samples_per_s", "slowest", "fastest"),
+        **spread(rates, "samples_per_s"),
         "over_data_parallel": statistics.median(rates) / base,
         "repeats": len(rates),
     }

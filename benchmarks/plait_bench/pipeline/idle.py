@@ -89,7 +89,7 @@ def _row(worker: Worker, schedule: Schedule, repeats: int, sleep_s: float) -> Ro
     return {
         "case": f"sleeping, {size} workers",
         "side": schedule.value,
-        **spread(measured, "idle_share", "idle_min", "idle_max"),
+        **spread(measured, "idle_share"),
         "exact_idle_share": exact,
         "points_over": 100 * (found - exact),
         "sleep_s": sleep_s,

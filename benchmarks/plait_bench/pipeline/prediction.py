@@ -80,7 +80,7 @@ def _time_row(settings: TrainSettings, repeats: int) -> Row:
         "microbatches": plan.microbatches,
         "predicted_step_s": statistics.median(predicted),
         "step_s": statistics.median(measured),
-        **spread(ratios, "ratio", "ratio_min", "ratio_max"),
+        **spread(ratios, "ratio"),
         "repeats": repeats,
     }
 

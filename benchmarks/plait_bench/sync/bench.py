@@ -28,11 +28,10 @@ def run(parts: Sequence[str] = tuple(PARTS), command: str = "plait bench sync", 
 
 def write_plot(bench: Bench, path: Path) -> None:
     """Fractions of ideal throughput by case, and seconds to the target, a bar for each sync."""
-    ideal = ("fraction_of_ideal", ("fraction_min", "fraction_max"), "fraction of ideal throughput")
     panels = {
-        "speed": ideal,
-        "pipelines": (ideal[0], ("", ""), "fraction of ideal throughput, in pipelines"),
-        "convergence": ("seconds_to_target", ("", ""), "seconds to the target loss"),
+        "speed": ("fraction_of_ideal", "fraction of ideal throughput"),
+        "pipelines": ("fraction_of_ideal", "fraction of ideal throughput, in pipelines"),
+        "convergence": ("seconds_to_target", "seconds to the target loss"),
     }
     drawn = [part for part in panels if any(row["part"] == part for row in bench.rows)]
     if not drawn:
@@ -42,8 +41,8 @@ def write_plot(bench: Bench, path: Path) -> None:
     with picture(path, (11, 4 * len(drawn)), down=len(drawn)) as axes:
         for axis, part in zip(axes, drawn):
             own = [row for row in bench.rows if row["part"] == part]
-            column, ends, label = panels[part]
-            bars(axis, own, _case_of, "sync", column, ends, everywhere)
+            column, label = panels[part]
+            bars(axis, own, _case_of, "sync", column, everywhere)
             axis.set_ylabel(label)
 
 

@@ -90,13 +90,12 @@ def train_all(worker: Worker, runs: list[list[Any]]) -> list[tuple[float | None,
 def _row(model: str, case: str, sync: str, found: Sequence[tuple[float | None, float]]) -> Row:
     seconds = [s for s, _ in found if s is not None]
     reached = len(seconds) == len(found)
-    columns = ("seconds_to_target", "least_s", "most_s")
     return {
         "case": case,
         "model": model,
         "sync": sync,
         "target_loss": TARGETS[model],
-        **(spread(seconds, *columns) if reached else dict.fromkeys(columns)),
+        **(spread(seconds, "seconds_to_target") if reached else {"seconds_to_target": None}),
         "final_loss": statistics.median(loss for _, loss in found),
         "seeds": len(found),
     }

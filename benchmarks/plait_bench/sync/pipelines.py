@@ -28,15 +28,16 @@ from plait.training import components
 from plait.training.engines.pipeline_replica import PipelineReplica
 from plait.training.engines.pipeline_setup import open_pipeline, prepare_pipeline
 from plait.training.engines.replica_layout import replica_layouts
-from plait_bench.harness import Found, Row, in_world
+from plait_bench.harness import Found, Row, in_world, of_repeats
 from plait_bench.sleeping import Sleeping
 from plait_bench.sync.speed import partial_reduce_claims
 
 PIPELINES = (2, 4)
 STAGES = 2
 MICROBATCHES = 4
-# How long each sync is measured in each case.
-SECONDS = 4.0
+# How long each sync is measured in each case, this many times.
+SECONDS = 2.0
+REPEATS = 3
 # Of each layer: forward, and as long again for each half of backward.
 SLEEP_S = 0.01
 ALONE = "alone"
@@ -60,13 +61,13 @@ def run() -> Found:
 def measure_all(worker: Worker) -> list[Row]:
     """Be one of the workers that measure every sync in every case."""
     rows: list[Row] = []
-    for case in CASES:
+    for case, repeat in itertools.product(CASES, range(REPEATS)):
         ideal = 0.0
         for sync in SYNCS:
-            rate = _measure(worker, case, sync, SECONDS)
+            rate = _measure(worker, case, sync, repeat)
             ideal = rate if sync == ALONE else ideal
             rows.append(_row(worker.world_size // STAGES, case, sync, rate, ideal))
-    return rows
+    return of_repeats(rows, ("case", "sync"), ("batches_per_s", "fraction_of_ideal"))
 
 
 def _row(pipelines: int, case: str, sync: str, rate: float, ideal: float) -> Row:
@@ -79,7 +80,7 @@ def _row(pipelines: int, case: str, sync: str, rate: float, ideal: float) -> Row
     }
 
 
-def _measure(worker: Worker, case: str, sync: str, seconds: float) -> float:
+def _measure(worker: Worker, case: str, sync: str, repeat: int) -> float:
     """Batches a second of all pipelines together."""
     count = worker.world_size // STAGES
     kind = "partial-reduce" if sync == ALONE else sync
@@ -96,9 +97,10 @@ def _measure(worker: Worker, case: str, sync: str, seconds: float) -> float:
     pipeline_layout = _pipeline_layout(count)
     torch.manual_seed(0)
     if sync == "all-reduce":
-        own = _together(worker, settings, pipeline_layout, seconds)
+        own = _together(worker, settings, pipeline_layout)
     else:
-        own = _side_by_side(worker, settings, pipeline_layout, seconds, f"bench/{case}/{sync}", sync == ALONE)
+        prefix = f"bench/{case}/{sync}/{repeat}"
+        own = _side_by_side(worker, settings, pipeline_layout, prefix, sync == ALONE)
     return float(sum(all_gather_values(own)[:count]))
 
 
@@ -111,9 +113,7 @@ def _pipeline_layout(count: int) -> PipelineLayout:
     return PipelineLayout(stages, tuple(layouts), Schedule.FLUSH, MICROBATCHES * count)
 
 
-def _together(
-    worker: Worker, settings: TrainSettings, pipeline_layout: PipelineLayout, seconds: float
-) -> float:
+def _together(worker: Worker, settings: TrainSettings, pipeline_layout: PipelineLayout) -> float:
     """Batches a second of this worker's pipeline, where all sum gradients after each."""
     parts = components.build(settings, torch.device("cpu"))
     hosts = [worker.host] * worker.world_size
@@ -131,7 +131,7 @@ def _together(
     dist.barrier()
     # All take as many; how many is known before, from the sleeps of the slowest.
     batch_s = max(settings.slow.factors.values()) * 3 * SLEEP_S * (MICROBATCHES + 1)
-    updates = max(3, round(seconds / batch_s))
+    updates = max(3, round(SECONDS / batch_s))
     started = time.monotonic()
     for _ in range(updates):
         update()
@@ -146,7 +146,6 @@ def _side_by_side(
     worker: Worker,
     settings: TrainSettings,
     pipeline_layout: PipelineLayout,
-    seconds: float,
     prefix: str,
     alone: bool,
 ) -> float:
@@ -162,7 +161,7 @@ def _side_by_side(
     if alone:
         replica.averaging.after_update = lambda: None  # type: ignore[method-assign]
     dist.barrier()
-    rate = _rate(replica, seconds)
+    rate = _rate(replica)
     replica.averaging.synchronize()
     dist.barrier()
     replica.averaging.close()
@@ -170,11 +169,11 @@ def _side_by_side(
     return rate
 
 
-def _rate(replica: PipelineReplica, seconds: float) -> float:
-    """Batches for `seconds`, after a first that is not counted; how many a second, on the first worker."""
+def _rate(replica: PipelineReplica) -> float:
+    """Batches for `SECONDS`, after a first that is not counted; how many a second, on the first worker."""
     _update(replica)
     started, updates = time.monotonic(), 0
-    while replica.lockstep.from_first(lambda: time.monotonic() - started < seconds):
+    while replica.lockstep.from_first(lambda: time.monotonic() - started < SECONDS):
         _update(replica)
         updates += 1
     return updates / (time.monotonic() - started) if replica.lockstep.is_first else 0.0

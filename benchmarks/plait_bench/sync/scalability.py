@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plait_bench.harness import Bench, number, picture
+from plait_bench.harness import Bench, curve, number, picture
 from plait_bench.sync.speed import (
     QUICK_COURSE,
     QUICK_SYNCS,
@@ -42,10 +42,7 @@ def write_plot(bench: Bench, path: Path) -> None:
     with picture(path, (6, 4)) as (axis,):
         for sync in dict.fromkeys(row["sync"] for row in bench.rows):
             own = [row for row in bench.rows if row["sync"] == sync]
-            names = ("workers", "steps_per_s", "steps_min", "steps_max")
-            workers, rates, least, most = ([number(row, name) for row in own] for name in names)
-            (line,) = axis.plot(workers, rates, marker="o", label=str(sync))
-            axis.vlines(workers, least, most, color=line.get_color())
+            curve(axis, own, "workers", "steps_per_s", str(sync))
         counts = sorted({number(row, "workers") for row in bench.rows})
         axis.plot(counts, [count / STEP_S for count in counts], "k--", label="ideal")
         axis.set_xticks(counts)

@@ -26,7 +26,7 @@ from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducers import whole_world
 from plait.sync.averaging.peers import find_lost
 from plait.sync.make_averaging import AveragingWorkers, make_averaging
-from plait_bench.harness import BenchClaim, Found, Row, at_least, in_world, number, say, spread
+from plait_bench.harness import BenchClaim, Found, Row, at_least, in_world, number, of_repeats, say
 
 STEP_S = 0.1
 # How long each sync is measured in each case, this many times.
@@ -100,25 +100,13 @@ def measure_all(
     """Be one of the workers that measure every sync in every case; within a case the syncs take turns."""
     rows: list[Row] = []
     for case in cases:
-        found: dict[str, list[Row]] = {sync: [] for sync in syncs}
-        for repeat, sync in itertools.product(range(repeats), syncs):
-            found[sync].append(_measure(worker, case, sync, seconds, repeat))
-        rows += [_of_repeats(each) for each in found.values()]
+        turns = itertools.product(range(repeats), syncs)
+        rows += [_measure(worker, case, sync, seconds, repeat) for repeat, sync in turns]
         if worker.rank == 0:
             say(f"{case}: {len(syncs)} syncs on {worker.world_size} workers, {repeats} times")
-    return rows
-
-
-def _of_repeats(rows: Sequence[Row]) -> Row:
-    fractions, rates = ([number(row, key) for row in rows] for key in ("fraction_of_ideal", "steps_per_s"))
-    return {
-        **rows[0],
-        **spread(fractions, "fraction_of_ideal", "fraction_min", "fraction_max"),
-        "lowest_worker": min(number(row, "lowest_worker") for row in rows),
-        "highest_worker": max(number(row, "highest_worker") for row in rows),
-        **spread(rates, "steps_per_s", "steps_min", "steps_max"),
-        "repeats": len(rows),
-    }
+    return of_repeats(
+        rows, ("case", "sync", "workers"), ("fraction_of_ideal", "lowest_worker", "steps_per_s")
+    )
 
 
 @dataclass
@@ -153,7 +141,6 @@ def _measure(worker: Worker, case: str, sync: str, seconds: float, repeat: int) 
         "workers": worker.world_size,
         "fraction_of_ideal": sum(rates) / sum(ideal),
         "lowest_worker": min(r / i for r, i in zip(rates, ideal)),
-        "highest_worker": max(r / i for r, i in zip(rates, ideal)),
         "steps_per_s": sum(rates),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -89,6 +90,12 @@ def bench(
         raise InputError(f"NAME: found {shown(name)}, expected an experiment{did_you_mean(name, modules)}")
     if png is not None and png.suffix.lower() != ".png":
         raise InputError(f"--png: found {shown(str(png))}, expected a name that ends in .png")
+    for option, path in (("--csv", csv), ("--png", png)):
+        # Before the experiment, which may take an hour.
+        if path is not None and not path.exists():
+            folder = next(each for each in path.absolute().parents if each.exists())
+            if not folder.is_dir() or not os.access(folder, os.W_OK):
+                raise InputError(f"{option}: found {shown(str(path))}, but {folder} cannot be written to")
     module = importlib.import_module(modules[name])
     known = getattr(module, "PARTS", {})
     for chosen in part or ():
@@ -99,28 +106,35 @@ def bench(
     flags = [*(f"--part {each}" for each in part or ()), *(["--quick"] if quick else [])]
     options = {"parts": part} if part else {}
     done = module.run(command=" ".join([f"plait bench {name}", *flags]), quick=quick, **options)
+    # First what a full disk cannot keep back.
+    print(json.dumps(done.as_json()) if json_ else done.render(), flush=True)
     with os_errors_as_messages():
         if csv is not None:
             done.write_csv(csv)
         if png is not None:
             module.write_plot(done, png)
-    print(json.dumps(done.as_json()) if json_ else done.render())
     if not done.holds:
         raise typer.Exit(1)
 
 
 def run_all(names: Sequence[str], quick: bool, page: Path, json_: bool) -> None:
-    """Run every experiment in a process, and write the page after each; exits if one failed.
+    """Run every experiment in a process, and write the page before the first and after each.
 
-    One that fails does not end the others.
+    One that fails does not end the others. Exits if one failed, and on Ctrl-C: the page has the others.
     """
     from plait.report.outputs.experiments import ExperimentRun, make_bench_page
 
     command = "plait bench --all --quick" if quick else "plait bench --all"
     runs = [ExperimentRun(name) for name in names]
+    write_output(page, make_bench_page(command, runs))
     for index, name in enumerate(names):
         print(f"{name} ({index + 1} of {len(names)})", file=sys.stderr, flush=True)
-        runs[index] = _run_one(name, quick)
+        try:
+            runs[index] = _run_one(name, quick)
+        except KeyboardInterrupt:
+            done = f"{index} of {count_of(len(names), 'experiment')}"
+            print(f"interrupted during {name}; {page} has the results of {done}", file=sys.stderr)
+            raise typer.Exit(130) from None
         print(f"{name}: {runs[index].state}", file=sys.stderr, flush=True)
         write_output(page, make_bench_page(command, runs))
     failed = [run.name for run in runs if run.failure]
