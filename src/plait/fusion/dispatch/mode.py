@@ -90,7 +90,7 @@ class TrialMode(TorchFunctionMode):
         filled = RULES[func](func, (own, *rest), kwargs)
         if self._separation is None:
             self._separation = Separation((), self.trials)
-        self._separation.replace(x, filled.stacked)
+        self._separation.replace(x, filled)
         return filled
 
     def _each(self, func: Function, args: Arguments, kwargs: Options) -> Any:

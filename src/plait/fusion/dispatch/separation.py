@@ -51,9 +51,9 @@ class Separation:
         changed: tuple[Arguments, Options] = pytree.tree_map(self._current, (args, kwargs))
         return changed
 
-    def replace(self, tensor: Tensor, stacked: Tensor) -> None:
+    def replace(self, tensor: Tensor, own: TrialTensor) -> None:
         """Use the trials' own values in the place of a tensor, from the next call on."""
-        self._separated.append((tensor, stacked))
+        self._separated.append((tensor, own))
 
     def _separate(self, written: Tensor) -> None:
         """Give each trial a copy of the shared tensors in the memory that is about to be written."""

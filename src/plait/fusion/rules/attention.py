@@ -47,20 +47,22 @@ def attention(function: Function, args: Arguments, kwargs: Options) -> Any:
     options = {name: given[name] for name in ("is_causal", "scale", "enable_gqa")}
     if dims == 3:
         return wrap(function(query, key, value, mask, **options), trials)
-    rows = [part.flatten(0, 1) for part in (query, key, value)]
-    folded = _short(rows, options) if mask is None else None
+    rows = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+    folded = _short(*rows, options) if mask is None else None
     if folded is None:
         folded = function(*rows, None if mask is None else _fold_mask(mask, query), **options)
     return wrap(folded.unflatten(0, query.shape[:2]), trials)
 
 
-def _short(rows: list[Tensor], options: Options) -> Tensor | None:
+def _short(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor | None:
     """Attention within short sequences by our kernel; None if it does not support these."""
-    if not can_run_on(rows[0]):
+    if not can_run_on(query):
         return None
     from plait.fusion.kernels.short_attention import short_attention, supports  # needs Triton
 
-    return short_attention(*rows, options["scale"], options["is_causal"]) if supports(*rows) else None
+    if not supports(query, key, value):
+        return None
+    return short_attention(query, key, value, options["scale"], options["is_causal"])
 
 
 def _mask(mask: Any, dims: int) -> Tensor | None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.fusion.dispatch.fallback import refuse_random
 from plait.fusion.dispatch.random import Streams
+from plait.fusion.dispatch.refusals import refuse_random
 from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.rules.elementwise import align_operand

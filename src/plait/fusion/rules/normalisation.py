@@ -232,7 +232,8 @@ def _rows_norm(x: TrialTensor, given: Options, widens: bool) -> TrialTensor | No
         return None
     eps = torch.finfo(x.dtype).eps if given["eps"] is None else given["eps"]
     rows = x.stacked.reshape(x.trials.count, -1, x.shape[-1])
-    y = trial_norm(rows, *parts, eps, "bias" in given, wide)
+    weight, bias = parts
+    y = trial_norm(rows, weight, bias, eps, "bias" in given, wide)
     return TrialTensor(y.view(x.stacked.shape), x.trials)
 
 
