@@ -39,7 +39,7 @@ from plait.pipeline.layout import PipelineLayout, check_compiled
 from plait.pipeline.loss_scale import LossScaling
 from plait.pipeline.microbatches import Work
 from plait.pipeline.named_state import is_known, load_rest, model_state, optimizer_state, tied_aliases
-from plait.pipeline.op_timings import OpTiming
+from plait.pipeline.op_timings import MessageTiming, OpTiming, Timings
 from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, RandomPosition, StageRunner
 from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
 from plait.pipeline.tied_weights import make_tied
@@ -52,6 +52,7 @@ from plait.verification.observe import RandomState
 from plait.verification.replay import Part
 
 _TIMINGS_AT_ONCE = 1024
+_Communicating = Forward | Backward | BackwardInput
 
 
 def ordered_inputs(traced: TracedModel, inputs: Any) -> list[Tensor]:
@@ -149,7 +150,7 @@ class PipelineExecutor:
         self.pipeline_layout = pipeline_layout
         self.layout = pipeline_layout.layouts[pipeline_layout.pipeline_of(rank)]
         self.losses: dict[int, Tensor] = {}
-        self.timings: list[OpTiming] = []
+        self.timings = Timings()
         # Called to take the timings away in a long run.
         self.on_timings: Callable[[], None] | None = None
         # What comes before each update, and what follows it before anything else uses the new weights.
@@ -398,7 +399,7 @@ class PipelineExecutor:
                 flight.release()
                 self.record_timing(op, start)
                 self._notify_backward(op)
-        if len(self.timings) >= _TIMINGS_AT_ONCE and self.on_timings is not None:
+        if len(self.timings.ops) >= _TIMINGS_AT_ONCE and self.on_timings is not None:
             self.on_timings()
 
     def _notify_backward(self, op: Backward | BackwardWeight) -> None:
@@ -409,7 +410,7 @@ class PipelineExecutor:
         """Record an operation, of which this worker waited so long for others."""
         offset, end = self.clock_offset_s, time.time()
         self.busy_s += end - start - waited_s
-        self.timings.append(OpTiming(op, start + offset, end + offset))
+        self.timings.ops.append(OpTiming(op, start + offset, end + offset))
 
     def _forward(self, op: Forward, work: Work) -> None:
         held = self._held[op.stage]
@@ -442,20 +443,19 @@ class PipelineExecutor:
             tensors = self._parts.stages.order_inputs(traced, inputs)
             flight.inputs |= dict(zip(traced.inputs, tensors, strict=True))
         held = self._held[op.stage]
-        carries = self.carries_random_state and not evaluating
         for hop in held.evaluation_incoming if evaluating else held.incoming:
-            self._receive_forward(hop, op, flight, carries)
+            self._receive_forward(hop, op, flight, evaluating)
         return flight
 
-    def _receive_forward(self, hop: _Hop, op: Forward, flight: InFlight, carries: bool) -> None:
+    def _receive_forward(self, hop: _Hop, op: Forward, flight: InFlight, evaluating: bool) -> None:
         route = hop.route
         peer = self.layout.worker(route.source, op.microbatch)
         if peer == self.rank:
             tensors, target, random_state = self._local.pop((hop.number, op.microbatch))
         else:
-            what = f"the forward of microbatch {op.microbatch} into stage {op.stage}"
-            message = self._channels.receive(peer, hop.number, op.microbatch, what)
+            message = self._receive(op, peer, route.source, hop.number, is_timed=not evaluating)
             received = self._arrived(message, flight)
+            carries = self.carries_random_state and not evaluating
             random_state = self._parts.stages.unpacked(received.pop()) if carries else None
             tensors, rest = received[: len(route.names)], received[len(route.names) :]
             target = unpack_tree(rest, message.content.note) if route.takes_target else None
@@ -491,8 +491,8 @@ class PipelineExecutor:
             leaves, note = pack_tree(target) if hop.route.takes_target else ([], "")
             if flight.random_after is not None:
                 leaves = [*leaves, flight.random_after.packed()]
-            what = f"the forward of microbatch {op.microbatch} from stage {op.stage}"
-            self._channels.send(peer, hop.number, op.microbatch, [*tensors, *leaves], what, note)
+            content = [*tensors, *leaves]
+            self._send(op, peer, hop.route.target, hop.number, content, note, is_timed=not evaluating)
 
     def _backward(self, op: Backward | BackwardInput) -> InFlight:
         held = self._held[op.stage]
@@ -525,8 +525,7 @@ class PipelineExecutor:
             if peer == self.rank:
                 found = self._local.pop((hop.number + 1, op.microbatch))
             else:
-                what = f"the backward of microbatch {op.microbatch} into stage {op.stage}"
-                message = self._channels.receive(peer, hop.number + 1, op.microbatch, what)
+                message = self._receive(op, peer, hop.route.target, hop.number + 1)
                 messages.append(message)
                 found = [t if t is None else t.to(self._parts.device) for t in message.content.tensors]
             for name, grad in zip(hop.route.grad_names, found):
@@ -543,8 +542,39 @@ class PipelineExecutor:
             if peer == self.rank:
                 self._local[hop.number + 1, op.microbatch] = grads
             else:
-                what = f"the backward of microbatch {op.microbatch} from stage {op.stage}"
-                self._channels.send(peer, hop.number + 1, op.microbatch, grads, what)
+                self._send(op, peer, hop.route.source, hop.number + 1, grads)
+
+    def _send(
+        self,
+        op: _Communicating,
+        peer: int,
+        peer_stage: int,
+        channel: int,
+        tensors: Sequence[Tensor | None],
+        note: str = "",
+        is_timed: bool = True,
+    ) -> None:
+        """Send what an operation has computed; the tensors may be changed after the call."""
+        offset = self.clock_offset_s
+        timing = MessageTiming(op, True, peer, peer_stage, time.time() + offset, offset)
+        what = f"{_message_of(op)} from stage {op.stage}"
+        timing.size = self._channels.send(peer, channel, op.microbatch, tensors, what, note, timing.finish)
+        if is_timed:
+            self.timings.messages.append(timing)
+
+    def _receive(
+        self, op: _Communicating, peer: int, peer_stage: int, channel: int, is_timed: bool = True
+    ) -> Message:
+        """Wait for an input of an operation."""
+        offset = self.clock_offset_s
+        timing = MessageTiming(op, False, peer, peer_stage, time.time() + offset, offset)
+        what = f"{_message_of(op)} into stage {op.stage}"
+        message = self._channels.receive(peer, channel, op.microbatch, what)
+        timing.size = message.content.size
+        timing.finish()
+        if is_timed:
+            self.timings.messages.append(timing)
+        return message
 
     def _update(self, updates: Sequence[Update], work: Work) -> None:
         """Agree with the other holders of this worker's parameters and write their next version."""
@@ -607,6 +637,11 @@ class PipelineExecutor:
 
     def _rebuild(self, values: Mapping[str, Tensor]) -> Any:
         return self._evaluated.rebuild_output([values[name] for name in self._evaluated.outputs])
+
+
+def _message_of(op: _Communicating) -> str:
+    """What an operation sends or receives, for errors."""
+    return f"the {'forward' if isinstance(op, Forward) else 'backward'} of microbatch {op.microbatch}"
 
 
 def pack_tree(target: Any) -> tuple[list[Tensor | None], str]:
