@@ -191,9 +191,9 @@ def _write(
         data = replace(data, facts=(*data.facts, ("plan", unknown)))
     texts = {page: pages.make_page(data)}
     if trace is not None:
-        texts[trace] = traces.make_trace(data, recorded.ops)
+        texts[trace] = traces.make_trace(data, recorded)
     if csv is not None:
-        rows = {csv / name: text for name, text in tables.make_tables(data, recorded.ops).items()}
+        rows = {csv / name: text for name, text in tables.make_tables(data, recorded).items()}
         for path, text in rows.items():
             if not force:
                 # Its first columns; the others depend on the version of Plait and on the run.
