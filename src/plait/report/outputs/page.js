@@ -21,7 +21,7 @@ function startTimeline(box, text) {
     const before = d;
     d = readTimeline(JSON.parse(text));
     const lane = d.predicted.row.length ? 9 : 0, bar = d.names.length > 24 ? 10 : 20;
-    const messages = d.messages.ops.row.length ? 10 : 0, laneTop = bar + 2 + messages + (messages ? 2 : 0);
+    const messages = d.messages.ops.row.length ? 12 : 0, laneTop = bar + 2 + messages + (messages ? 2 : 0);
     layout = { top: 26, bar, messages, lane, laneTop, row: laneTop + lane + (lane ? 6 : 4), left: 0 };
     layout.height = layout.top + d.names.length * layout.row + 4;
     canvas.style.height = layout.height + "px";

@@ -282,7 +282,9 @@ function drawNames(c, d, layout, hasLane, colours) {
   d.names.forEach((name, row) => {
     const top = layout.top + row * layout.row, shown = layout.left > 60 ? name.replace(/ \(/, ", ").replace(")", "") : name.split(" ")[1];
     c.fillText(shown, -layout.left, top + layout.bar / 2 + 4);
-    if (layout.lane && layout.left > 60) c.fillText(hasLane ? "predicted" : "predicted: zoom in", -layout.left + 10, top + layout.laneTop + layout.lane - 2);
+    if (layout.left <= 60) return;
+    if (layout.messages) c.fillText("messages", -layout.left + 10, top + layout.bar + layout.messages);
+    if (layout.lane) c.fillText(hasLane ? "predicted" : "predicted: zoom in", -layout.left + 10, top + layout.laneTop + layout.lane - 2);
   });
 }
 
