@@ -130,6 +130,8 @@ def _write_list(
 
 def _settings(folder: RunDir) -> Mapping[str, Any]:
     """The job of a run as its file has it; nothing if it cannot be read."""
+    if not folder.job.is_file():
+        return {}
     try:
         content = yaml.safe_load(folder.job.read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -232,7 +234,7 @@ def _status(folder: RunDir) -> tuple[str, Mapping[str, Any]]:
 
 def _plan(folder: RunDir) -> tuple[Plan | None, str]:
     """The plan that a run in stages was started with, and why it is not known where it cannot be read."""
-    if not folder.settings.exists():
+    if not folder.settings.is_file():
         return None, ""
     try:
         stages = read_json(folder.settings, "settings").get("pipeline")

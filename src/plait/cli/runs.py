@@ -85,9 +85,9 @@ def _list_runs(run_dir: Path, json_: bool) -> None:
         missing = "has no runs" if run_dir.is_dir() else "does not exist"
         print(f"no runs: {run_dir}/ {missing} (plait train makes one; --run-dir names another folder)")
         return
-    from plait.report.terminal import print_table, runs_table
+    from plait.report.terminal import runs_table
 
-    print_table(runs_table(rows, time.time()))
+    print(runs_table(rows, time.time()))
     for row in rows:
         if "error" in row:
             print(printable(f"cannot read {row['name']}: {row['error']}"))
