@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,26 @@ def test_what_plait_did_not_write_is_replaced_only_when_asked(option: str, run: 
     if option != "--png":  # which takes long to draw
         plait("report", str(run), option, "mine", "--force")
         assert "my notes" not in path.read_text()
+
+
+@pytest.mark.parametrize("seconds", ["NaN", "Infinity", "-1e999"])
+def test_times_that_are_no_numbers_are_left_out_of_the_page_and_the_trace(run: Path, seconds: str):
+    with (run / "events" / "rank0.jsonl").open("a") as file:
+        fields = f'"step": 5, "metrics": {{}}, "samples": 1, "seconds": {seconds}'
+        file.write(f'{{"t": {T0 + 50}, "rank": 0, "kind": "evaluated", {fields}}}\n')
+    plait("report", str(run), "--trace", "t.json")
+    page = Path("two-stages.report.html").read_text()
+    (timeline,) = re.findall(r'id="timeline-data">(.*?)</script>', page, flags=re.DOTALL)
+    for text in (timeline, Path("t.json").read_text()):
+        json.loads(text, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("t", ["NaN", "1e999"])
+def test_an_event_at_no_time_is_refused(run: Path, t: str):
+    with (run / "events" / "rank0.jsonl").open("a") as file:
+        file.write(f'{{"t": {t}, "rank": 0, "kind": "sync-chosen", "sync": "x", "reason": "y"}}\n')
+    with pytest.raises(InputError, match=r"rank0.jsonl:66: found .*, expected an event"):
+        plait("report", str(run), "--trace", "t.json")
 
 
 def test_two_outputs_in_one_file_are_refused(run: Path):

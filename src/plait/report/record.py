@@ -37,13 +37,18 @@ def read_run(folder: Path) -> RunRecorded:
 
 
 class RunReader:
-    """Reads the events of a run that may be going on: each call of `read_new` reads only what was added."""
+    """Reads the events of a run that may be going on: each call of `read_new` reads only what was added.
+
+    `begun` counts how often it was read from the beginning.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.begun = 0
         self._start()
 
     def _start(self) -> None:
+        self.begun += 1
         self._files: dict[Path, GrowingRecord] = {}
         self._events: list[Recorded] = []
         self._operations: dict[int, EventColumns[OpArrays]] = {}
