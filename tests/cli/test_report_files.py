@@ -115,7 +115,7 @@ def test_what_plait_did_not_write_is_replaced_only_when_asked(option: str, run: 
         assert "my notes" not in path.read_text()
 
 
-@pytest.mark.parametrize("seconds", ["NaN", "Infinity", "-1e999"])
+@pytest.mark.parametrize("seconds", ["NaN", "Infinity"])
 def test_times_that_are_no_numbers_are_left_out_of_the_page_and_the_trace(run: Path, seconds: str):
     with (run / "events" / "rank0.jsonl").open("a") as file:
         fields = f'"step": 5, "metrics": {{}}, "samples": 1, "seconds": {seconds}'
