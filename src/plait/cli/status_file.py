@@ -40,6 +40,18 @@ def read_status(folder: RunDir) -> dict[str, Any]:
     return content
 
 
+def known_status(folder: RunDir) -> dict[str, Any]:
+    """The run's status as `read_status` has it; if there is none, or a damaged one, its `state` says so."""
+    state = "its status file is damaged"
+    try:
+        if folder.status.exists():
+            return read_status(folder)
+        state = "never started"
+    except ArtefactError:
+        pass
+    return {"state": state, "progress": {}, "workers": []}
+
+
 def list_runs(run_dir: Path) -> list[dict[str, Any]]:
     """Every run below `run_dir` with its status, newest first; of one that cannot be read, the `error`."""
     rows = [_row(folder, run_dir) for folder in _folders(run_dir, _MOST_DEPTH)]

@@ -89,7 +89,7 @@ class EventColumns(Generic[A]):
 
     def arrays(self, worker: int) -> A:
         """What was collected so far."""
-        columns = [
+        columns: list[Any] = [
             np.array(column, np.float64 if column.typecode == "d" else np.int64)
             for column in self._columns.values()
         ]

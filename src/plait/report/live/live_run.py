@@ -17,7 +17,8 @@ from typing import Any
 from plait.core.names import in_words
 from plait.core.units import show_seconds
 from plait.launcher.run_dir import GOING_ON
-from plait.report.outputs.page import head_of, sections_of
+from plait.report.outputs.markup import head_of
+from plait.report.outputs.page import sections_of
 from plait.report.record import RunReader
 from plait.report.run_data import make_data
 from plait.report.terminal import describe

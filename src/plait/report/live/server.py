@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 from plait.core.errors import InputError, PlaitError
 from plait.core.shown import shown
 from plait.report.live.live_run import LiveRun
-from plait.report.outputs.page import document
+from plait.report.outputs.markup import document
 
 if TYPE_CHECKING:
     import uvicorn

@@ -9,12 +9,10 @@ from plait.core.units import show_bytes, show_rate, show_seconds
 from plait.launcher.run_dir import GOING_ON
 from plait.report.occurrences import Occurrence
 from plait.report.outputs.charts import chart, parallel_coordinates, trial_charts
-from plait.report.outputs.markup import MARK, document, head_of, or_dash, table
+from plait.report.outputs.markup import document, head_of, or_dash, table
 from plait.report.outputs.timeline_section import timeline_section
 from plait.report.run_data import RunData
 from plait.schema.results import show_metric, show_value
-
-__all__ = ["MARK", "document", "head_of", "make_page", "sections_of", "table"]
 
 MOST_TRIALS = 500
 
