@@ -79,6 +79,7 @@ def test_the_page_has_all_of_a_run_within_it(run: Path):
         "lost worker 2",
         "it was killed",
         "5 MB",
+        "- / 4.1 kB",
         "waiting for the backward of the stage behind",
         "6.4 samples/s",
     ):
@@ -97,11 +98,13 @@ const canvas = { clearRect() {}, beginPath() {}, moveTo() {}, lineTo() {}, strok
   fillText() {}, measureText: () => ({ width: 40 }),
   fillRect(x, y, w, h) { seen.push([x, y, w, h]); } };
 const colours = coloursOf(false, { getPropertyValue: () => "red" });
-const layout = { top: 0, bar: 20, lane: 0, row: 26, height: 60, left: 70 };
+const layout = { top: 0, bar: 20, messages: 10, lane: 0, row: 36, height: 80, left: 70 };
 drawTimeline(canvas, data, { ...view, width: 1000 }, layout, colours);
 console.log(JSON.stringify({
   said: [[0, 0.5], [0, 3], [0, 4.15], [1, 10.5]].map(([row, t]) => describeAt(data, row, t)),
-  view, bars: seen.length, finite: seen.flat().every(Number.isFinite), end: moved(view, data.end, 1e9).to,
+  messages: [[0, 1.05], [1, 3], [2, 7.05], [3, 4.15], [3, 4.3]].map(
+    ([row, t]) => describeMessage(data, row, t, 0.1)),
+  view, seen, finite: seen.flat().every(Number.isFinite), end: moved(view, data.end, 1e9).to,
 }));
 """
 
@@ -126,10 +129,20 @@ def test_the_script_of_the_page_draws_the_operations_and_says_why_a_worker_is_id
         "worker 1 (stage 1): idle, waiting for the forward of the stage before; "
         "the next operation begins 600 ms later",
     ]
+    assert answer["messages"] == [
+        "worker 0 (stage 0): sends the output of microbatch 0 to worker 1 (stage 1), 4.1 kB, 100 ms",
+        "worker 0 (stage 0): receives the gradient of microbatch 0 from worker 1 (stage 1), 1.02 kB, 2.20 s",
+        "worker 1 (stage 1): sends the gradient of microbatch 1 to worker 0 (stage 0), 1.02 kB, 100 ms",
+        "worker 1 (stage 1): receives the output of microbatch 1 from worker 0 (stage 0), 4.1 kB, 0 s",
+        "worker 1 (stage 1): receives nothing here",
+    ]
     assert answer["view"]["to"] - answer["view"]["from"] == pytest.approx(19.87, rel=0.01)
     assert answer["end"] == pytest.approx(198.7)
-    # Backgrounds, about two steps of ten operations, and the idle time before them.
-    assert 20 < answer["bars"] < 80
+    # Backgrounds, about two steps of ten operations, the idle time before them, and eight messages.
+    assert 36 < len(answer["seen"]) < 96
+    thin = [y for x, y, w, h in answer["seen"] if h == 4]
+    assert set(thin) == {22, 27, 58, 63}
+    assert len(thin) == pytest.approx(16, abs=3)
     assert answer["finite"]
 
 
@@ -248,7 +261,7 @@ def test_a_run_that_goes_on_is_read_where_the_last_reading_ended(run: Path):
     assert np.array_equal(reader.recorded().ops.starts, whole.ops.starts)
     with path.open("a") as file:
         file.write("{}\n")
-    with pytest.raises(ArtefactError, match="rank1.jsonl:21: found '{}', expected an event"):
+    with pytest.raises(ArtefactError, match="rank1.jsonl:41: found '{}', expected an event"):
         reader.read_new()
     assert not reader.read_new()
     path.write_bytes(text[: len(text) // 2])

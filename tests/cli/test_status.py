@@ -7,6 +7,8 @@ import json
 import os
 import socket
 import subprocess
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ import pytest
 from typer.testing import CliRunner
 
 from plait.cli import app
+from plait.cli.status_file import list_runs
 from plait.core.errors import InputError, PlaitError
 from plait.launcher.run_dir import RunDir
+from plait.report.terminal import runs_table
 
 GOOD: dict[str, Any] = {
     "state": "running",
@@ -119,6 +123,39 @@ def test_what_is_no_status_at_all_is_refused(run: RunDir, text: str):
         plait("status", str(run.path))
     with pytest.raises(InputError, match=r"not running \(its status file is damaged\); nothing to stop"):
         plait("stop", str(run.path))
+
+
+@pytest.mark.parametrize("name", ["status.json", "failure.txt", ".lock"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(run: RunDir, name: str):
+    run.status.write_text(json.dumps({**GOOD, "state": "failed"}))
+    path = run.path / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    listed: list[str] = []
+
+    def ask() -> None:
+        with contextlib.suppress(InputError):
+            plait("status", str(run.path))
+        listed.append(plait("status", "--run-dir", str(run.path.parent)))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(60)
+    assert listed, "it waits for who writes to the pipe"
+    assert ("no regular file" in listed[0]) == (name == "status.json")
+
+
+def test_to_print_the_list_of_runs_takes_less_than_to_read_them(tmp_path: Path):
+    for number in range(400):
+        folder = RunDir(tmp_path / f"run-{number:03d}")
+        folder.path.mkdir()
+        folder.status.write_text(json.dumps(GOOD))
+    began = time.process_time()
+    rows = list_runs(tmp_path)
+    read_s = time.process_time() - began
+    printed = runs_table(rows, 1.7e9)
+    assert len(printed.splitlines()) == 401
+    assert time.process_time() - began - read_s < read_s
 
 
 @pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "1e300"])

@@ -175,7 +175,7 @@ def test_progress_has_the_idle_share_and_the_last_change_of_a_run():
     assert progress_of(change) == {"change": "step 5: BatchSize: batch_size 64 (policy: it grew)"}
     lost = WorkersChanged(5, 2, (0,), (), (), (1,), 0.5, "supervisor", "worker 1 was lost")
     text = "step 5: 1 worker (version 2) (supervisor: worker 1 was lost; paused 500 ms)"
-    assert progress_of(lost) == {"change": text, "stages": []}
+    assert progress_of(lost) == {"change": text}
 
 
 # How the display ends is shown above for each way; here it is the display of a real run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -17,6 +18,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("starlette", reason="plait[watch] is not installed")
 pytest.importorskip("uvicorn", reason="plait[watch] is not installed")
+
+from starlette.requests import Request
 
 from plait.cli import app
 from plait.cli.watch import actions_of, run_now
@@ -81,7 +84,7 @@ class Client:
         self, path: str, method: str = "GET", content: Any = None, **headers: str
     ) -> tuple[int, str, Mapping[str, str]]:
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)) as link:
-            body = None if content is None else json.dumps(content)
+            body = content if content is None or isinstance(content, bytes) else json.dumps(content)
             link.request(method, path, body, {key.replace("_", "-"): text for key, text in headers.items()})
             answer = link.getresponse()
             return answer.status, answer.read().decode(), answer.headers
@@ -166,6 +169,43 @@ def test_a_damaged_event_is_told_and_the_rest_is_shown(run: WatchedRun):
     run.step(2)
     assert "2 of 20" in run.refreshed()["summary"]
     assert "not all of it can be shown" in dict(run.live.since(0)[1])["head"]
+
+
+def test_a_run_that_replaces_a_damaged_one_has_no_note_of_its_damage(run: WatchedRun):
+    run.record(START)
+    damaged = run.folder / "events" / "rank1.jsonl"
+    damaged.write_text("{}\n")
+    assert "not all of it can be shown" in run.refreshed()["head"]
+    damaged.unlink()
+    assert "not all of it can be shown" not in run.refreshed()["head"]
+
+
+def test_requests_that_come_at_once_are_counted_before_they_are_answered(
+    run: WatchedRun, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(server, "MOST_CLIENTS", 2)
+    scope = {"type": "http", "method": "GET", "path": "/events", "query_string": b"", "headers": []}
+    site = server._Site(run.live, Access(False, (), token=""), {})
+
+    async def ask() -> list[int]:
+        return [getattr(await site._events(Request(scope)), "status_code", 200) for _ in range(3)]
+
+    assert asyncio.run(ask()) == [200, 200, 503]
+
+
+def test_a_client_that_leaves_makes_room_for_another(run: WatchedRun, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server, "MOST_CLIENTS", 1)
+    run.record(START)
+    with served(run.live) as client:
+        with client.events() as messages:
+            next(messages)
+            assert client.ask("/events")[0] == 503
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            with contextlib.suppress(AssertionError), client.events() as messages:
+                next(messages)
+                break
+            assert time.monotonic() < deadline
 
 
 def test_sections_that_take_long_to_make_are_made_rarely_but_at_once_when_the_state_changes(
@@ -307,6 +347,8 @@ def test_the_buttons_ask_the_job_as_the_commands_do(run: WatchedRun):
             assert client.act("resize", {})[1]["error"] == "workers: found None, expected a whole number"
             many = client.act("resize", {"workers": "4" * 5000})
             assert many == (400, {"error": "found a request of more than 4096 bytes"})
+            deep = client.ask("/resize", "POST", b"[" * 4000, X_Plait_Token=client.access.token)
+            assert (deep[0], "the request is no JSON" in deep[1]) == (400, True)
     with served(run.live, actions_of(folder)) as client:
         status, answer = client.act("stop", {})
         assert (status, answer["error"]) == (400, f"{folder.path}: not running (died); nothing to stop")

@@ -75,12 +75,15 @@ class AtStep(Silent):
         self._act: Callable[[RunDir, tuple[WorkerState, ...]], None] | None = act
         self.lines: list[str] = []
         self.seen: list[tuple[int, ...]] = []
+        # The ranks of each stage as it was last told.
+        self.stages: list[list[int]] = []
 
     def started(self, workers: tuple[WorkerState, ...]) -> None:
         self._workers = workers
         self.seen.append(tuple(worker.rank for worker in workers))
 
     def progressed(self, progress: Mapping[str, Any]) -> None:
+        self.stages = progress.get("stages", [])
         if progress["step"] >= self._step and self._act is not None:
             act, self._act = self._act, None
             act(find_run("t", self._runs), self._workers)
@@ -134,6 +137,8 @@ def test_a_pipeline_goes_on_without_a_worker_that_is_killed(tmp_path: Path, monk
     assert left == first[1:]
     # Another takes its place, unless the run has ended by then.
     assert not later or later[0] == (*left, len(first)), display.lines
+    ranks = sorted(rank for stage in display.stages for rank in stage)
+    assert ranks == list(range(len(display.seen[-1]))), display.stages
     assert largest_difference(weights_of(Path(made.run)), weights_in_peace(tmp_path, 40)) < 1e-9
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from plait.core.errors import JobError
 from plait.core.events import read
-from plait.core.run_events import Operations
+from plait.core.run_events import Messages, Operations
 from plait.core.run_events import Step as StepEvent
 from plait.data.sampler import GlobalBatch, Position
 from plait.launcher.run_dir import RunDir
@@ -143,6 +143,31 @@ def test_an_asynchronous_run_drains_only_where_it_must_and_stops_when_asked(
     stop.unlink()
     resumed = run_ranks(3, train_rank, settings, tmp_path / "run", True)[0][0]
     assert (resumed.reason, resumed.step) == ("finished", 20)
+
+
+@pytest.mark.parametrize("hosts", [None, ["a", "b"]], ids=["shared-memory", "tcp"])
+def test_each_message_is_recorded_by_its_sender_and_its_receiver(
+    tmp_path: Path, hosts: list[str] | None
+) -> None:
+    settings = unverified_plan((1, 1), Schedule.FLUSH, steps=2)
+    run_ranks(2, train_rank, settings, tmp_path, hosts=hosts)
+    found: dict[tuple[int, str, str], list[tuple[int, int, int, int]]] = {}
+    for rank in range(2):
+        for each in (r.event for r in read(RunDir(tmp_path).events(rank))):
+            if isinstance(each, Messages):
+                assert set(each.stages) == set(each.peers) ^ {0, 1} == {rank}
+                assert all(start <= end for start, end in zip(each.starts, each.ends))
+                for way, letter, *numbers in zip(
+                    each.ways, each.letters, each.microbatches, each.peers, each.peer_stages, each.bytes
+                ):
+                    found.setdefault((rank, way, letter), []).append(tuple(numbers))
+    forward, backward = found[0, "s", "F"], found[1, "s", "B"]
+    assert [numbers[:3] for numbers in forward] == 2 * [(i, 1, 1) for i in range(4)]
+    assert [numbers[:3] for numbers in backward] == 2 * [(i, 0, 0) for i in range(4)]
+    # Inputs and targets of the batch and the gradients of 16 samples, in whole numbers of 64 bytes.
+    assert [numbers[3] for numbers in forward] == [numbers[3] for numbers in found[1, "r", "F"]]
+    assert [numbers[3] for numbers in backward] == [numbers[3] for numbers in found[0, "r", "B"]]
+    assert set(found) == {(0, "s", "F"), (1, "r", "F"), (1, "s", "B"), (0, "r", "B")}
 
 
 def _has_saved(folder: Path) -> Callable[[], bool]:

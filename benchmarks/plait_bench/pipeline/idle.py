@@ -81,7 +81,7 @@ def _row(worker: Worker, schedule: Schedule, repeats: int, sleep_s: float) -> Ro
         dist.barrier()
         made.pipeline.timings.clear()
         steps(1 if schedule.synchronous else STREAM)
-        own = [[type(s.op).__name__, encode(s.op), s.start, s.end] for s in made.pipeline.timings]
+        own = [[type(s.op).__name__, encode(s.op), s.start, s.end] for s in made.pipeline.timings.ops]
         everywhere = [[_timing(*each) for each in timings] for timings in all_gather_values(own)]
         measured.append(idle_share(schedule, everywhere, sleep_s))
     made.close()

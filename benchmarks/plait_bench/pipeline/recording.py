@@ -1,4 +1,4 @@
-"""What recording costs: noting when each operation began and ended, and writing it down.
+"""What recording costs: noting when each operation and each message began and ended, and writing it down.
 
 The cost of the calls is measured by themselves, against the time of the operations that they note: a part
 in a thousand drowns in the noise of two runs.
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from plait.core.events import EventLog
 from plait.launcher.worker_process import Worker
 from plait.pipeline.executor import PipelineExecutor
-from plait.pipeline.op_timings import operations_event
+from plait.pipeline.op_timings import MessageTiming
 from plait.planner.schedules.in_flight import Schedule
 from plait_bench.harness import Found, Row, at_most, in_world, number, spread
 from plait_bench.pipeline import sides
@@ -42,13 +42,14 @@ def record(worker: Worker, model: str, count: int) -> Row:
     started = time.perf_counter()
     steps(count)
     run_s = time.perf_counter() - started
-    operations = len(pipeline.timings)
+    operations, messages = len(pipeline.timings.ops), len(pipeline.timings.messages)
     record_s = [_record_s(pipeline) for _ in range(5)]
     dist.barrier()
     ours.close()
     return {
         "case": f"recording, {model}",
         "operations": operations,
+        "messages": messages,
         "operation_s": run_s / operations,
         "record_s": statistics.median(record_s) / operations,
         **spread([seconds / run_s for seconds in record_s], "share"),
@@ -57,15 +58,21 @@ def record(worker: Worker, model: str, count: int) -> Row:
 
 
 def _record_s(pipeline: PipelineExecutor) -> float:
-    """Seconds to note the operations of the run again and to write them to a file."""
-    timings = list(pipeline.timings)
+    """Seconds to note the operations and messages of the run again and to write them to a file."""
+    ops, messages = list(pipeline.timings.ops), list(pipeline.timings.messages)
     with tempfile.TemporaryDirectory() as folder:
         log = EventLog(Path(folder) / "events.jsonl", 0)
         pipeline.timings.clear()
         started = time.perf_counter()
-        for timing in timings:
+        for timing in ops:
             pipeline.record_timing(timing.op, time.time())
-        log.record(operations_event(0, pipeline.timings))
+        for each in messages:
+            again = MessageTiming(each.op, each.is_sent, each.peer, each.peer_stage, time.time(), 0.0)
+            again.size = each.size
+            again.finish()
+            pipeline.timings.messages.append(again)
+        for event in pipeline.timings.take(0, (0, 1)):
+            log.record(event)
         log.flush()
         seconds = time.perf_counter() - started
         log.close()

@@ -67,8 +67,6 @@ def progress_of(event: Event) -> dict[str, Any]:
     values: dict[str, Any] = {"change": shortened(text, MOST_LETTERS)}
     if isinstance(event, run_events.Changed) and event.kind_of_change == "PlanChange":
         values |= stages_of(decode(Plan, event.change["plan"], "changed: plan"))
-    elif isinstance(event, run_events.WorkersChanged):
-        values["stages"] = []  # another plan may be used from now on
     return values
 
 

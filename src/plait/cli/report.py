@@ -13,7 +13,7 @@ import yaml
 
 from plait.cli.os_errors import os_errors_as_messages
 from plait.cli.runs import RunArgument, RunsFolder
-from plait.cli.status_file import list_runs, read_cause, read_status
+from plait.cli.status_file import known_status, list_runs, read_cause
 from plait.cli.train import JsonFlag
 from plait.core.artefact import read_json
 from plait.core.codec import decode
@@ -101,7 +101,8 @@ def _write_list(
 ) -> Path:
     """Write the page of all runs below the folder `path`."""
     from plait.report.comparison import ComparedRun, compared
-    from plait.report.outputs.runs_page import MARK, make_runs_page
+    from plait.report.outputs.markup import MARK
+    from plait.report.outputs.runs_page import make_runs_page
     from plait.report.record import read_run
 
     if any(other is not None for other in others):
@@ -130,6 +131,8 @@ def _write_list(
 
 def _settings(folder: RunDir) -> Mapping[str, Any]:
     """The job of a run as its file has it; nothing if it cannot be read."""
+    if not folder.job.is_file():
+        return {}
     try:
         content = yaml.safe_load(folder.job.read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -159,8 +162,8 @@ def _write(
     folder: RunDir, page: Path, trace: Path | None, csv: Path | None, png: Path | None, force: bool
 ) -> list[Path]:
     """Write what was asked for, after checking that nothing else is replaced; returns the files."""
+    from plait.report.outputs import markup, picture, tables
     from plait.report.outputs import page as pages
-    from plait.report.outputs import picture, tables
     from plait.report.outputs import trace as traces
     from plait.report.record import read_run
     from plait.report.run_data import make_data
@@ -174,10 +177,11 @@ def _write(
     if csv is not None and csv.exists() and not csv.is_dir():
         raise InputError(f"--csv: found {str(csv)!r}, a file, expected a folder")
     if not force:
-        for path, mark in ((page, pages.MARK), (trace, traces.MARK), (png, picture.MARK)):
+        for path, mark in ((page, markup.MARK), (trace, traces.MARK), (png, picture.MARK)):
             _check_replaceable(path, mark)
     recorded = read_run(folder.path)
-    state, progress = _status(folder)
+    status = known_status(folder)
+    state = status["state"]
     if not recorded.events and not len(recorded.ops):
         cause = read_cause(folder)
         ended = f"; it ended with: {cause}" if cause is not None else ""
@@ -186,14 +190,14 @@ def _write(
     name = folder.path.absolute().name
     cause = read_cause(folder) if state in ("failed", "died") else None
     plan, unknown = _plan(folder)
-    data = make_data(name, recorded, plan, state, cause, progress)
+    data = make_data(name, recorded, plan, state, cause, status["progress"])
     if unknown:
         data = replace(data, facts=(*data.facts, ("plan", unknown)))
     texts = {page: pages.make_page(data)}
     if trace is not None:
-        texts[trace] = traces.make_trace(data, recorded.ops)
+        texts[trace] = traces.make_trace(data, recorded)
     if csv is not None:
-        rows = {csv / name: text for name, text in tables.make_tables(data, recorded.ops).items()}
+        rows = {csv / name: text for name, text in tables.make_tables(data, recorded).items()}
         for path, text in rows.items():
             if not force:
                 # Its first columns; the others depend on the version of Plait and on the run.
@@ -219,20 +223,9 @@ def _check_replaceable(path: Path | None, mark: str) -> None:
         )
 
 
-def _status(folder: RunDir) -> tuple[str, Mapping[str, Any]]:
-    """The state and the progress of a run, as far as known."""
-    if not folder.status.exists():
-        return "never started", {}
-    try:
-        content = read_status(folder)
-    except ArtefactError:
-        return "its status file is damaged", {}
-    return content["state"], content["progress"]
-
-
 def _plan(folder: RunDir) -> tuple[Plan | None, str]:
     """The plan that a run in stages was started with, and why it is not known where it cannot be read."""
-    if not folder.settings.exists():
+    if not folder.settings.is_file():
         return None, ""
     try:
         stages = read_json(folder.settings, "settings").get("pipeline")

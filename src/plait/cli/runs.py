@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from plait.cli.os_errors import os_errors_as_messages
-from plait.cli.status_file import list_runs, read_cause, read_status
+from plait.cli.status_file import known_status, list_runs, read_cause, read_status
 from plait.cli.train import JsonFlag
-from plait.core.errors import ArtefactError, InputError, PlaitError
+from plait.core.errors import InputError, PlaitError
 from plait.core.logs import show_logs
 from plait.core.names import searching
 from plait.core.shown import printable
@@ -85,9 +85,9 @@ def _list_runs(run_dir: Path, json_: bool) -> None:
         missing = "has no runs" if run_dir.is_dir() else "does not exist"
         print(f"no runs: {run_dir}/ {missing} (plait train makes one; --run-dir names another folder)")
         return
-    from plait.report.terminal import print_table, runs_table
+    from plait.report.terminal import runs_table
 
-    print_table(runs_table(rows, time.time()))
+    print(runs_table(rows, time.time()))
     for row in rows:
         if "error" in row:
             print(printable(f"cannot read {row['name']}: {row['error']}"))
@@ -205,7 +205,7 @@ def _supervisor(folder: RunDir) -> int:
     """The pid of the run's supervisor; InputError if there is none that this process may stop."""
     holder = folder.holder()
     if holder is None:
-        raise InputError(f"{folder.path}: not running ({_state(folder)}); nothing to stop")
+        raise InputError(f"{folder.path}: not running ({known_status(folder)['state']}); nothing to stop")
     host, pid = holder
     if pid <= 1:  # a signal to such a process would reach others
         raise InputError(f"{folder.path}: running, but its lock does not name the process; end it by hand")
@@ -220,16 +220,6 @@ def _supervisor(folder: RunDir) -> int:
             f"{folder.path}: its process {pid} belongs to another user; have them stop it, or do it as them"
         ) from None
     return pid
-
-
-def _state(folder: RunDir) -> str:
-    """The state of a run that is not running, as far as known."""
-    if not folder.status.exists():
-        return "never started"
-    try:
-        return str(read_status(folder)["state"])
-    except ArtefactError:
-        return "its status file is damaged"
 
 
 def evaluate(

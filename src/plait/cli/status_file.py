@@ -27,6 +27,8 @@ _MOST_DEPTH = 3
 
 def read_status(folder: RunDir) -> dict[str, Any]:
     """The run's status file, corrected by whether the supervisor and the workers are alive now."""
+    if not folder.status.is_file() and folder.status.exists():  # to open a pipe would wait for its writer
+        raise ArtefactError(f"{folder.status}: no regular file; expected a status file")
     content = read_json(folder.status, "status")
     _check(content, folder)
     running = folder.holder() is not None
@@ -36,6 +38,18 @@ def read_status(folder: RunDir) -> dict[str, Any]:
         # The end of a worker on another host ends the run soon, so there the run's state is used.
         worker["alive"] = running and (worker["host"] != LOCAL or _is_alive(worker["pid"]))
     return content
+
+
+def known_status(folder: RunDir) -> dict[str, Any]:
+    """The run's status as `read_status` has it; if there is none, or a damaged one, its `state` says so."""
+    state = "its status file is damaged"
+    try:
+        if folder.status.exists():
+            return read_status(folder)
+        state = "never started"
+    except ArtefactError:
+        pass
+    return {"state": state, "progress": {}, "workers": []}
 
 
 def list_runs(run_dir: Path) -> list[dict[str, Any]]:
@@ -129,6 +143,8 @@ def _is_alive(pid: int) -> bool:
 def read_cause(folder: RunDir) -> str | None:
     """The line of the run's failure file that says why it failed; None if there is no such file."""
     try:
+        if not folder.failure.is_file():
+            return None
         with folder.failure.open("rb") as file:
             text = file.read(_MOST_BYTES).decode(errors="replace")
     except OSError:

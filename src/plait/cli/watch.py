@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from plait.cli.runs import ask_to_stop, can_stop, resume_command
-from plait.cli.status_file import read_cause, read_status
-from plait.core.errors import ArtefactError, InputError
+from plait.cli.status_file import known_status, read_cause
+from plait.core.errors import InputError
 from plait.core.names import check_extra
 from plait.core.shown import printable, shown
 from plait.core.units import count_of
@@ -52,26 +52,21 @@ def run_now(folder: RunDir) -> RunNow:
     from plait.launcher.run_dir import GOING_ON
     from plait.report.live.live_run import RunNow
 
-    state, progress, workers = "never started", {}, 0
+    status: dict[str, Any] = {"state": "its folder is gone", "progress": {}, "workers": []}
     try:
-        if not folder.path.exists():
-            state = "its folder is gone"
-        elif folder.status.exists():
-            content = read_status(folder)
-            state, progress = content["state"], content["progress"]
-            workers = sum(worker["alive"] for worker in content["workers"])
-    except ArtefactError:
-        state = "its status file is damaged"
+        if folder.path.exists():
+            status = known_status(folder)
     except OSError as failure:
-        state = f"its status cannot be read: {failure.strerror}"
+        status["state"] = f"its status cannot be read: {failure.strerror}"
+    state = status["state"]
     has_failed = state in ("failed", "died")
     # One that has written its end may hold its lock for a moment.
     is_stoppable = state in GOING_ON and can_stop(folder)
     return RunNow(
         state,
         read_cause(folder) if has_failed else None,
-        progress,
-        workers,
+        status["progress"],
+        sum(worker["alive"] for worker in status["workers"]),
         is_stoppable,
         is_stoppable and os.access(folder.control, os.R_OK),
         resume_command(folder) if has_failed or state == "stopped" else "",

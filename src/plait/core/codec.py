@@ -20,11 +20,15 @@ from plait.core.names import did_you_mean
 from plait.core.shown import shortened, shown
 
 T = TypeVar("T")
+# What is encoded as it is: most of what events hold, so it is asked first.
+_PLAIN = frozenset({int, float, str, bool, type(None)})
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", tuple: "a list"}
 
 
 def encode(value: Any) -> Any:
     """`value` as what `json.dumps` takes: dataclasses become objects, tuples lists, enums their values."""
+    if type(value) in _PLAIN:
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):

@@ -181,7 +181,10 @@ def read_lines(path: Path) -> Iterator[EventLine]:
 def _parse(line: bytes, where: str) -> EventLine:
     try:
         data: dict[str, Any] = json.loads(line.decode())
-        return EventLine(float(data.pop("t")), int(data.pop("rank")), str(data.pop("kind")), data, where)
+        t, rank, kind = float(data.pop("t")), int(data.pop("rank")), str(data.pop("kind"))
+        if not math.isfinite(t):
+            raise ValueError("a time that is not finite")
+        return EventLine(t, rank, kind, data, where)
     except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
         text = shown(line[:100].decode(errors="replace").strip())
         raise ArtefactError(f"{where}: found {text}, expected an event") from None

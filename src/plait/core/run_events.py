@@ -113,6 +113,27 @@ class Operations(Event):
     ends: tuple[float, ...]
 
 
+class Messages(Event):
+    """The messages of a worker of a pipeline up to `step`, with one entry in each field per message.
+
+    `letters` are those of the operations that sent or received them, `ways` is s for sent or r for received;
+    `stages` and `microbatches` are the operations' and `peers` workers. A message is sent from when the
+    operation hands it over to when it has left this worker, and received from when the operation asks for it
+    to when it is there. Times are as in `operations`.
+    """
+
+    step: int
+    letters: str
+    ways: str
+    stages: tuple[int, ...]
+    microbatches: tuple[int, ...]
+    peers: tuple[int, ...]
+    peer_stages: tuple[int, ...]
+    bytes: tuple[int, ...]
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+
+
 class SweepStarted(Event):
     """A sweep, or a resumed part of one, begins; `ended` trials were done before."""
 

@@ -217,6 +217,8 @@ class RunDir:
 
         The pid is 0 if it is not known yet.
         """
+        if not self._lock.is_file():
+            return None
         try:
             with self._lock.open() as file:
                 if not locks.is_held(file):

@@ -36,7 +36,7 @@ from plait.pipeline.layout import PipelineLayout, check_compiled
 from plait.pipeline.loss_scale import LossScaling
 from plait.pipeline.microbatches import Work
 from plait.pipeline.named_state import is_known, load_rest, model_state, optimizer_state, tied_aliases
-from plait.pipeline.op_timings import OpTiming
+from plait.pipeline.op_timings import Communicating, MessageTiming, OpTiming, Timings
 from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, RandomPosition, StageRunner, ordered_inputs
 from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
 from plait.pipeline.tied_weights import make_tied
@@ -132,7 +132,7 @@ class PipelineExecutor:
         self.pipeline_layout = pipeline_layout
         self.layout = pipeline_layout.layouts[pipeline_layout.pipeline_of(rank)]
         self.losses: dict[int, Tensor] = {}
-        self.timings: list[OpTiming] = []
+        self.timings = Timings()
         # Called to take the timings away in a long run.
         self.on_timings: Callable[[], None] | None = None
         # What comes before each update, and what follows it before anything else uses the new weights.
@@ -149,7 +149,9 @@ class PipelineExecutor:
         self.busy_s = 0.0
         self.clock_offset_s = 0.0
         self._parts = parts
-        self._transfers = StageTransfers(rank, self.layout, channels, parts.device, parts.stages.unpacked)
+        self._transfers = StageTransfers(
+            rank, self.layout, channels, parts.device, parts.stages.unpacked, self._record_message
+        )
         stages = {
             s: parts.stages.make(traced, pipeline_layout.stages[s]) for s in pipeline_layout.stages_of(rank)
         }
@@ -380,7 +382,7 @@ class PipelineExecutor:
                 flight.release()
                 self.record_timing(op, start)
                 self._notify_backward(op)
-        if len(self.timings) >= _TIMINGS_AT_ONCE and self.on_timings is not None:
+        if len(self.timings.ops) >= _TIMINGS_AT_ONCE and self.on_timings is not None:
             self.on_timings()
 
     def _notify_backward(self, op: Backward | BackwardWeight) -> None:
@@ -391,7 +393,13 @@ class PipelineExecutor:
         """Record an operation, of which this worker waited so long for others."""
         offset, end = self.clock_offset_s, time.time()
         self.busy_s += end - start - waited_s
-        self.timings.append(OpTiming(op, start + offset, end + offset))
+        self.timings.ops.append(OpTiming(op, start + offset, end + offset))
+
+    def _record_message(self, op: Communicating, is_sent: bool, peer: int, peer_stage: int) -> MessageTiming:
+        offset = self.clock_offset_s
+        timing = MessageTiming(op, is_sent, peer, peer_stage, time.time() + offset, offset)
+        self.timings.messages.append(timing)
+        return timing
 
     def _forward(self, op: Forward, work: Work) -> None:
         held = self._held[op.stage]
@@ -426,7 +434,7 @@ class PipelineExecutor:
         held = self._held[op.stage]
         carries = self.carries_random_state and not evaluating
         for hop in held.evaluation_incoming if evaluating else held.incoming:
-            self._transfers.receive_forward(hop, op, flight, carries)
+            self._transfers.receive_forward(hop, op, flight, carries, is_timed=not evaluating)
         return flight
 
     def _backward(self, op: Backward | BackwardInput) -> InFlight:
@@ -503,7 +511,7 @@ class PipelineExecutor:
                     if stage == self.pipeline_layout.last:
                         values = {**flight.inputs, **flight.outputs}
                         measure(self._rebuild(values), flight.target, microbatch)
-                    self._transfers.send_forward(held.evaluation_outgoing, op, flight)
+                    self._transfers.send_forward(held.evaluation_outgoing, op, flight, is_timed=False)
                     flight.release()
 
     def _rebuild(self, values: Mapping[str, Tensor]) -> Any:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from plait.comm.channels import Channels
 from plait.comm.links.packing import Message
 from plait.pipeline.cutting.edges import StageEdge
+from plait.pipeline.op_timings import Communicating, MessageTiming
 from plait.pipeline.stage import InFlight, RandomPosition
 from plait.planner.schedules.operations import Backward, BackwardInput, Forward
 from plait.schema.plans.plan import Layout
@@ -30,7 +31,8 @@ class Hop:
 class StageTransfers:
     """Sends and receives for the stages of this worker; what goes to another of its own stages is kept here.
 
-    `unpacked` reads the random state that comes along with a microbatch.
+    `unpacked` reads the random state that comes along with a microbatch; `timed` begins the timing of a
+    message that is sent or received.
     """
 
     def __init__(
@@ -40,20 +42,20 @@ class StageTransfers:
         channels: Channels,
         device: torch.device,
         unpacked: Callable[[Tensor], RandomPosition],
+        timed: Callable[[Communicating, bool, int, int], MessageTiming],
     ) -> None:
         self._rank, self._layout, self._channels, self._device = rank, layout, channels, device
-        self._unpacked = unpacked
+        self._unpacked, self._timed = unpacked, timed
         self._local: dict[tuple[int, int], Any] = {}
 
-    def receive_forward(self, hop: Hop, op: Forward, flight: InFlight, carries: bool) -> None:
+    def receive_forward(self, hop: Hop, op: Forward, flight: InFlight, carries: bool, is_timed: bool) -> None:
         """Add to `flight` what comes to the stage of `op`; `carries` says whether a random state does."""
         route = hop.route
         peer = self._layout.worker(route.source, op.microbatch)
         if peer == self._rank:
             tensors, target, random_state = self._local.pop((hop.number, op.microbatch))
         else:
-            what = f"the forward of microbatch {op.microbatch} into stage {op.stage}"
-            message = self._channels.receive(peer, hop.number, op.microbatch, what)
+            message = self._receive(op, peer, route.source, hop.number, is_timed)
             received = self._arrived(message, flight)
             random_state = self._unpacked(received.pop()) if carries else None
             tensors, rest = received[: len(route.names)], received[len(route.names) :]
@@ -77,7 +79,7 @@ class StageTransfers:
             message.release()
         return moved
 
-    def send_forward(self, hops: Sequence[Hop], op: Forward, flight: InFlight) -> None:
+    def send_forward(self, hops: Sequence[Hop], op: Forward, flight: InFlight, is_timed: bool = True) -> None:
         """Send on what the stage of `op` has computed."""
         values = {**flight.inputs, **flight.outputs}
         for hop in hops:
@@ -90,8 +92,8 @@ class StageTransfers:
             leaves, note = pack_tree(target) if hop.route.takes_target else ([], "")
             if flight.random_after is not None:
                 leaves = [*leaves, flight.random_after.packed()]
-            what = f"the forward of microbatch {op.microbatch} from stage {op.stage}"
-            self._channels.send(peer, hop.number, op.microbatch, [*tensors, *leaves], what, note)
+            content = [*tensors, *leaves]
+            self._send(op, peer, hop.route.target, hop.number, content, note, is_timed)
 
     def receive_backward(
         self, hops: Sequence[Hop], op: Backward | BackwardInput
@@ -106,8 +108,7 @@ class StageTransfers:
             if peer == self._rank:
                 found = self._local.pop((hop.number + 1, op.microbatch))
             else:
-                what = f"the backward of microbatch {op.microbatch} into stage {op.stage}"
-                message = self._channels.receive(peer, hop.number + 1, op.microbatch, what)
+                message = self._receive(op, peer, hop.route.target, hop.number + 1)
                 messages.append(message)
                 found = [t if t is None else t.to(self._device) for t in message.content.tensors]
             for name, grad in zip(hop.route.grad_names, found):
@@ -125,8 +126,42 @@ class StageTransfers:
             if peer == self._rank:
                 self._local[hop.number + 1, op.microbatch] = grads
             else:
-                what = f"the backward of microbatch {op.microbatch} from stage {op.stage}"
-                self._channels.send(peer, hop.number + 1, op.microbatch, grads, what)
+                self._send(op, peer, hop.route.source, hop.number + 1, grads)
+
+    def _send(
+        self,
+        op: Communicating,
+        peer: int,
+        peer_stage: int,
+        channel: int,
+        tensors: Sequence[Tensor | None],
+        note: str = "",
+        is_timed: bool = True,
+    ) -> None:
+        """Send what an operation has computed; the tensors may be changed after the call."""
+        timing = self._timed(op, True, peer, peer_stage) if is_timed else None
+        what = f"{_message_of(op)} from stage {op.stage}"
+        ended = None if timing is None else timing.finish
+        size = self._channels.send(peer, channel, op.microbatch, tensors, what, note, ended)
+        if timing is not None:
+            timing.size = size
+
+    def _receive(
+        self, op: Communicating, peer: int, peer_stage: int, channel: int, is_timed: bool = True
+    ) -> Message:
+        """Wait for an input of an operation."""
+        timing = self._timed(op, False, peer, peer_stage) if is_timed else None
+        what = f"{_message_of(op)} into stage {op.stage}"
+        message = self._channels.receive(peer, channel, op.microbatch, what)
+        if timing is not None:
+            timing.size = message.content.size
+            timing.finish()
+        return message
+
+
+def _message_of(op: Communicating) -> str:
+    """What an operation sends or receives, for errors."""
+    return f"the {'forward' if isinstance(op, Forward) else 'backward'} of microbatch {op.microbatch}"
 
 
 def pack_tree(target: Any) -> tuple[list[Tensor | None], str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from plait.report.record import Floats, Ints, OpArrays
+from plait.report.arrays import Floats, Ints, OpArrays
 from plait.schema.plans.plan import Layout
 
 # Why a worker was idle before an operation, as codes.

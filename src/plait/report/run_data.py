@@ -15,9 +15,10 @@ from plait.core.events import Recorded
 from plait.core.shown import listed
 from plait.core.units import count_of, show_bytes, show_rate, show_seconds
 from plait.launcher.run_dir import GOING_ON
+from plait.report.arrays import MessageArrays, OpArrays
 from plait.report.curves import Points, curves_of, work_of
 from plait.report.occurrences import Occurrence, changes_of, faults_of
-from plait.report.record import OpArrays, RunRecorded
+from plait.report.record import RunRecorded
 from plait.report.replicas import ReplicaRow, distances_of, replicas_of
 from plait.report.timeline import Timeline, make_timeline
 from plait.report.trials import TrialRow, trials_of
@@ -26,7 +27,10 @@ from plait.schema.plans.plan import Plan
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage as planned and as measured, for one microbatch; None if not planned or not measured."""
+    """A stage as planned and as measured, for one microbatch; None if not planned or not measured.
+
+    `sent_bytes` is what was measured of `output_bytes`.
+    """
 
     stage: int
     layers: int | None
@@ -34,6 +38,7 @@ class StageRow:
     planned_s: tuple[float | None, float | None, float | None]
     measured_s: tuple[float | None, float | None, float | None]
     output_bytes: float | None
+    sent_bytes: float | None
     memory_bytes: float | None
     measured_memory_bytes: int | None
 
@@ -192,6 +197,7 @@ def _stages(recorded: RunRecorded, plan: Plan | None) -> tuple[StageRow, ...]:
     for number in range(count if len(ops) else 0):
         stage = plan.stages[number] if plan is not None and number < len(plan.stages) else None
         of_stage = ops.take(ops.stages == number)
+        sent = recorded.messages.take(recorded.messages.stages == number)
         workers = tuple(int(each) for each in np.unique(of_stage.workers))
         halves = [_median_s(of_stage, letter) for letter in "IW"]
         split = sum(each for each in halves if each is not None) if any(halves) else None
@@ -207,11 +213,19 @@ def _stages(recorded: RunRecorded, plan: Plan | None) -> tuple[StageRow, ...]:
                     _median_s(of_stage, "U"),
                 ),
                 stage.output_bytes if stage is not None else None,
+                _sent_bytes(sent),
                 stage.memory_bytes if stage is not None else None,
                 max((memory[each] for each in workers if memory.get(each)), default=None),
             )
         )
     return tuple(rows)
+
+
+def _sent_bytes(messages: MessageArrays) -> float | None:
+    """The bytes that a microbatch's forward sends to other workers; None if it sends none."""
+    sent = messages.take((messages.ways == ord("s")) & (messages.letters == ord("F")))
+    targets = len(np.unique(sent.peer_stages))
+    return float(np.median(sent.bytes)) * targets if len(sent) else None
 
 
 def _median_s(ops: OpArrays, letter: str) -> float | None:

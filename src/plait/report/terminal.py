@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import psutil
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -224,11 +224,12 @@ def describe_metrics(progress: Mapping[str, Any]) -> list[str]:
     return [*parts, *(f"test {name} {show_metric(name, test[name])}" for name in named)]
 
 
-def runs_table(rows: Sequence[Mapping[str, Any]], now: float) -> Table:
-    """Runs as `plait status` lists them: name, state, step, results, workers, age."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("run", "state", "step", "results", "workers", "updated"):
-        table.add_column(name, overflow="fold")
+def runs_table(rows: Sequence[Mapping[str, Any]], now: float) -> str:
+    """Runs as `plait status` lists them: name, state, step, results, workers, age.
+
+    As text: a table of rich takes seconds for thousands of runs.
+    """
+    lines = [["run", "state", "step", "results", "workers", "updated"]]
     for row in rows:
         progress, workers = row.get("progress") or {}, row.get("workers", [])
         results = [f"{progress['ended']}/{progress['trials']} trials ended"] if "trials" in progress else []
@@ -241,8 +242,9 @@ def runs_table(rows: Sequence[Mapping[str, Any]], now: float) -> Table:
             f"{alive} of {len(workers)} alive" if alive else str(len(workers) or "-"),
             f"{show_seconds(max(0.0, now - row['updated']))} ago",
         ]
-        table.add_row(*(escape(printable(cell)) for cell in cells))
-    return table
+        lines.append([printable(cell).replace("\n", " ") for cell in cells])
+    widths = [max(map(cell_len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(map(set_cell_size, line, widths)).rstrip() for line in lines)
 
 
 def result_table(result: RunResult) -> Table:

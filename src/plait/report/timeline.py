@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 
 import numpy as np
+import numpy.typing as npt
 
 from plait.core.codec import encode
 from plait.core.run_events import (
@@ -23,8 +25,9 @@ from plait.core.run_events import (
 )
 from plait.pipeline.op_timings import OpTiming, operations_event
 from plait.planner import predict
+from plait.report.arrays import EventColumns, Floats, Ints, MessageArrays, OpArrays
 from plait.report.idle import BETWEEN, explain, idle_gaps, idle_seconds
-from plait.report.record import Floats, Ints, OpArrays, RunRecorded, arrays_of, join_operations
+from plait.report.record import RunRecorded
 from plait.schema.plans.plan import Plan
 
 # Operations that the page holds one by one, in how many windows, and buckets of the overview of all workers.
@@ -53,11 +56,11 @@ LABELS = {
 class Timeline:
     """What a page draws; seconds count from `origin`.
 
-    `ops` are those kept one by one, within `windows`; `causes` says why the worker was idle before each, and
-    `received_s` how long before its start the input had left its sender (0 if not known). `overview` has for
-    each worker and bucket the share of time in each group of `OVERVIEW`. `idle_s` is summed over all
-    operations, by worker and cause. `anchors` are when a pipeline began to fill; `predicted`
-    has times from there.
+    `ops` and `messages` are those kept one by one, within `windows`; `causes` says why the worker was idle
+    before each operation, and `received_s` how long before its start the input had left its sender (0 if not
+    known). `overview` has for each worker and bucket the share of time in each group of `OVERVIEW`. `idle_s`
+    is summed over all operations, by worker and cause. `anchors` are when a pipeline began to fill;
+    `predicted` has times from there.
     """
 
     origin: float
@@ -66,6 +69,7 @@ class Timeline:
     ops: OpArrays
     causes: Ints
     received_s: Floats
+    messages: MessageArrays
     windows: tuple[tuple[float, float], ...]
     overview: Floats
     idle_s: Floats
@@ -84,11 +88,11 @@ class Timeline:
 
 def make_timeline(recorded: RunRecorded, plan: Plan | None) -> Timeline | None:
     """The timeline of a run; None if nothing in its record has a time."""
-    ops = join_operations([recorded.ops, _intervals(recorded, with_steps=not len(recorded.ops))])
+    ops = OpArrays.joined([recorded.ops, _intervals(recorded, with_steps=not len(recorded.ops))])
     if not len(ops):
         return None
     origin, end_s = float(ops.starts.min()), float(ops.ends.max() - ops.starts.min())
-    ops = _shifted(ops, -origin)
+    ops, messages = ops.shifted(-origin), recorded.messages.shifted(-origin)
     workers = tuple(int(each) for each in np.unique(ops.workers))
     layouts = [plan.layout(number) for number in range(plan.pipelines)] if plan is not None else []
     causes, received = explain(ops, layouts)
@@ -104,8 +108,9 @@ def make_timeline(recorded: RunRecorded, plan: Plan | None) -> Timeline | None:
         ops.take(chosen),
         causes[chosen],
         received[chosen],
+        messages.take(_within(messages, windows)),
         windows,
-        _overview(join_operations([ops, _waits(ops, gaps, causes)]), workers, end_s),
+        _overview(OpArrays.joined([ops, _waits(ops, gaps, causes)]), workers, end_s),
         idle_seconds(ops, workers, gaps, causes, received),
         np.array([_busy(ops, worker) for worker in workers]),
         len(ops),
@@ -120,10 +125,6 @@ def _waits(ops: OpArrays, gaps: Floats, causes: Ints) -> OpArrays:
     chosen, seconds = ops.take(waits), gaps[waits]
     letters = np.full(len(chosen), ord("w"))
     return replace(chosen, letters=letters, starts=chosen.starts - seconds, ends=chosen.starts)
-
-
-def _shifted(ops: OpArrays, seconds: float) -> OpArrays:
-    return replace(ops, starts=ops.starts + seconds, ends=ops.ends + seconds)
 
 
 def _intervals(recorded: RunRecorded, with_steps: bool) -> OpArrays:
@@ -161,7 +162,8 @@ def _intervals(recorded: RunRecorded, with_steps: bool) -> OpArrays:
             rows.append(
                 (each.rank, ord("P"), 0, event.step, t - event.seconds, t - event.seconds + computing)
             )
-    table = np.array(rows, np.float64).reshape(-1, 6)
+    timed = [row for row in rows if isfinite(row[4]) and isfinite(row[5])]
+    table = np.array(timed, np.float64).reshape(-1, 6)
     whole = table[:, :4].astype(np.int64)
     return OpArrays(whole[:, 0], whole[:, 1], whole[:, 2], whole[:, 3], table[:, 4], table[:, 5])
 
@@ -190,6 +192,14 @@ def _chosen(starts: Floats) -> tuple[Ints, tuple[tuple[float, float], ...]]:
     indices = (first[:, None] + np.arange(each)).ravel()
     ends = starts[first + each - 1]
     return indices, tuple((float(a), float(b)) for a, b in zip(starts[first], ends))
+
+
+def _within(messages: MessageArrays, windows: Sequence[tuple[float, float]]) -> npt.NDArray[np.bool_]:
+    """Which messages were under way in a window."""
+    within: npt.NDArray[np.bool_] = np.zeros(len(messages), bool)
+    for start, end in windows:
+        within |= (messages.ends >= start) & (messages.starts <= end)
+    return within
 
 
 def _overview(ops: OpArrays, workers: Sequence[int], end_s: float) -> Floats:
@@ -226,5 +236,9 @@ def _predicted(plan: Plan | None) -> OpArrays:
     timings: dict[int, list[OpTiming]] = {}
     for each in predict(plan).simulation.ops if plan is not None else ():
         timings.setdefault(each.worker, []).append(OpTiming(each.op, each.start_s, each.end_s))
-    events = {worker: operations_event(0, ops) for worker, ops in timings.items()}
-    return join_operations(arrays_of(worker, encode(event)) for worker, event in events.items())
+    parts = []
+    for worker, ops in timings.items():
+        columns = EventColumns(OpArrays)
+        columns.add(encode(operations_event(0, ops)))
+        parts.append(columns.arrays(worker))
+    return OpArrays.joined(parts)

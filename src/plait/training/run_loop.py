@@ -213,12 +213,17 @@ class RunLoop(Loop):
             metrics.warn(warning)
         if run.components.train_set.is_stream:
             self._warn_of_skipping()
-        self.engine.open()
-        self._record_choices()
+        self._open_engine()
         self._has_begun = True
         self._checkpoints.begin()
         freeze_garbage_collector()
         metrics.begin_steps()
+
+    def _open_engine(self) -> None:
+        self.engine.open()
+        self._record_choices()
+        # For other workers than before, another plan may have been made.
+        self.run.metrics.show_stages(self.run.settings)
 
     def _record_choices(self) -> None:
         """Record what workers chose by measuring for their engines; all call it together."""
@@ -314,8 +319,7 @@ class RunLoop(Loop):
         self._change_asked = False
         self.run.trial.signals.forget()
         if self._has_begun:
-            self.engine.open()
-            self._record_choices()
+            self._open_engine()
         else:
             until = self.run.trial.until
             self.begin(self._total_steps())

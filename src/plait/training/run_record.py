@@ -100,8 +100,13 @@ class RunRecorder:
                 torch=torch.__version__,
             )
         )
+        self._progress |= {"step": step, "steps": steps}
+
+    def show_stages(self, settings: TrainSettings) -> None:
+        """Have progress reports name the stages of a pipeline that was opened, by its present plan."""
         stages = settings.as_run().pipeline
-        self._progress |= {"step": step, "steps": steps, **({} if stages is None else stages_of(stages.plan))}
+        if stages is not None:
+            self._progress |= stages_of(stages.plan)
 
     def begin_steps(self) -> None:
         """Start the clock of the steps: the time before was preparation.

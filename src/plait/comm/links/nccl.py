@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.links.cuda_ipc import GpuMemory, name_of
-from plait.comm.links.packing import Buffer, Message, packing_of
+from plait.comm.links.packing import Buffer, Message, OnSent, packing_of
 from plait.comm.links.tcp import CLOSE_S, HEADER, TcpLink
 
 
@@ -45,11 +45,17 @@ class NcclLink(TcpLink):
         self._sending: deque[tuple[dist.Work, Buffer]] = deque()
         self._receiving: dict[Buffer, dist.Work] = {}
 
-    def send(self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str) -> None:
-        """Start sending a message; never blocks."""
+    def send(
+        self,
+        channel: int,
+        number: int,
+        tensors: Sequence[Tensor | None],
+        note: str,
+        on_sent: OnSent | None = None,
+    ) -> int:
+        """Start sending a message; never blocks. Returns its bytes. It counts as sent once its header is."""
         if not any(tensor is not None and tensor.is_cuda for tensor in tensors):
-            super().send(channel, number, tensors, note)
-            return
+            return super().send(channel, number, tensors, note, on_sent)
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()[0].wait()
         packing = packing_of(tensors, note)
@@ -59,7 +65,8 @@ class NcclLink(TcpLink):
         if work is not None:
             self._sending.append((work, buffer))
         self._under_way[channel] += 1
-        self._put(HEADER, channel, buffer.flat)
+        self._put(HEADER, channel, buffer.flat, on_sent)
+        return packing.size
 
     def take(self, channel: int) -> Message | None:
         """The next message of `channel`, if its header has arrived.

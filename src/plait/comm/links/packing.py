@@ -21,15 +21,18 @@ _PREFIX = struct.Struct("<qqq")
 _ALIGNMENT = 64
 
 Signature = tuple[tuple[str, tuple[int, ...]] | None, ...]
+# Called once a message has left this worker, from any thread.
+OnSent = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a message: tensors or None, its number, and a text."""
+    """The content of a message: tensors or None, its number, and a text; `size` is that of the message."""
 
     number: int
     tensors: tuple[Tensor | None, ...]
     note: str
+    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,9 +135,9 @@ class Buffer:
         """
         if self.gpu is not None:
             self.gpu.written.wait()
-        number, _, length = _PREFIX.unpack_from(self._bytes)
+        number, size, length = _PREFIX.unpack_from(self._bytes)
         packing = _packing_from(bytes(self._bytes[_PREFIX.size : _PREFIX.size + length]))
-        return Content(number, self._view(packing), packing.note)
+        return Content(number, self._view(packing), packing.note, size)
 
     def _view(self, packing: Packing) -> tuple[Tensor | None, ...]:
         if packing not in self._views:

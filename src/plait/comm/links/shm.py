@@ -20,7 +20,7 @@ from torch import Tensor
 
 from plait.comm.links.cuda_ipc import GpuMemory
 from plait.comm.links.local import LocalLink, make_file, map_file
-from plait.comm.links.packing import Buffer, Message, Packing, packing_of
+from plait.comm.links.packing import Buffer, Message, OnSent, Packing, packing_of
 
 _FULL, _FULL_GPU, _FREE = 1, 2, 3
 _PAGE = mmap.PAGESIZE
@@ -59,8 +59,15 @@ class SharedLink(LocalLink):
         """The size of the peer's GPU memory that is opened here."""
         return sum(buffer.size for buffer in self._theirs.values() if buffer.gpu is not None)
 
-    def send(self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str) -> None:
-        """Copy a message into a free buffer and notify the peer; never blocks."""
+    def send(
+        self,
+        channel: int,
+        number: int,
+        tensors: Sequence[Tensor | None],
+        note: str,
+        on_sent: OnSent | None = None,
+    ) -> int:
+        """Copy a message into a free buffer and notify the peer; never blocks. Returns its bytes."""
         self.take_notices()
         packing = packing_of(tensors, note)
         on_gpu = self._gpu is not None and any(t is not None and t.is_cuda for t in tensors)
@@ -71,6 +78,9 @@ class SharedLink(LocalLink):
         kind = _FULL_GPU if on_gpu else _FULL
         self.notify(kind, channel, slot.number, slot.buffer.capacity, slot.descriptor)
         slot.descriptor = None
+        if on_sent is not None:
+            on_sent()
+        return packing.size
 
     def take(self, channel: int) -> Message | None:
         """The next message of `channel`, if one has arrived."""

@@ -18,11 +18,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from plait.comm.links.packing import Buffer, Message, packing_of
+from plait.comm.links.packing import Buffer, Message, OnSent, packing_of
 
 # The type of the frame, the channel, the size of the body.
 _HEAD = struct.Struct("<BIQ")
 FULL, FREE, END, HEADER = 1, 2, 3, 4
+# The head of a frame to send, its body, and what is called once it is sent.
+_Frame = tuple[bytes, Tensor | None, OnSent | None]
 _MOST_SPARE = 8
 # How long `close` waits until everything is sent.
 CLOSE_S = 10.0
@@ -41,7 +43,7 @@ class TcpLink:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(None)
         self._socket = connection
-        self._outgoing: queue.SimpleQueue[tuple[bytes, Tensor | None] | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[_Frame | None] = queue.SimpleQueue()
         # Received frames: type, channel and body; None at the end of the connection.
         self._incoming: queue.SimpleQueue[tuple[int, int, Tensor | None] | None] = queue.SimpleQueue()
         self._notices, self._notifier = socket.socketpair()
@@ -66,13 +68,21 @@ class TcpLink:
         """The number of messages on `channel` that the peer has not released."""
         return self._under_way[channel]
 
-    def send(self, channel: int, number: int, tensors: Sequence[Tensor | None], note: str) -> None:
-        """Copy a message and start sending it; never blocks."""
+    def send(
+        self,
+        channel: int,
+        number: int,
+        tensors: Sequence[Tensor | None],
+        note: str,
+        on_sent: OnSent | None = None,
+    ) -> int:
+        """Copy a message and start sending it; never blocks. Returns its bytes."""
         packing = packing_of(tensors, note)
         buffer = Buffer(self._memory(packing.size))
         buffer.write(number, packing, tensors)
         self._under_way[channel] += 1
-        self._put(FULL, channel, buffer.flat)
+        self._put(FULL, channel, buffer.flat, on_sent)
+        return packing.size
 
     def take(self, channel: int) -> Message | None:
         """The next message of `channel`, if one has arrived."""
@@ -118,20 +128,24 @@ class TcpLink:
         elif kind == END:
             self.ended = True
 
-    def _put(self, kind: int, channel: int, body: Tensor | None = None) -> None:
+    def _put(
+        self, kind: int, channel: int, body: Tensor | None = None, on_sent: OnSent | None = None
+    ) -> None:
         size = 0 if body is None else body.numel()
-        self._outgoing.put((_HEAD.pack(kind, channel, size), body))
+        self._outgoing.put((_HEAD.pack(kind, channel, size), body, on_sent))
 
     def _send_all(self) -> None:
         """Send until the link is closed, then wait until the peer has closed its end, too."""
         # What the peer sent before it ended can still be received; after that the receiver finds the end.
         with contextlib.suppress(OSError):
             while (frame := self._outgoing.get()) is not None:
-                head, body = frame
+                head, body, on_sent = frame
                 self._socket.sendall(head)
                 if body is not None:
                     self._socket.sendall(memoryview(body.numpy().data))
                     self._spare.append(body)
+                if on_sent is not None:
+                    on_sent()
             self._socket.shutdown(socket.SHUT_WR)
         self._all_sent.set()
         self._receiver.join()

@@ -17,7 +17,8 @@ from typing import Any
 from plait.core.names import in_words
 from plait.core.units import show_seconds
 from plait.launcher.run_dir import GOING_ON
-from plait.report.outputs.page import head_of, sections_of
+from plait.report.outputs.markup import head_of
+from plait.report.outputs.page import sections_of
 from plait.report.record import RunReader
 from plait.report.run_data import make_data
 from plait.report.terminal import describe
@@ -55,7 +56,8 @@ class LiveRun:
         self._state = ""
         self._is_stale = True
         self._made_s = self._next_s = 0.0
-        self._problem = ""
+        # What went wrong, and with which reading of the run: one that replaced it may be whole.
+        self._problem = (0, "")
 
     def since(self, version: int) -> tuple[int, dict[str, str]]:
         """The present version, and the sections that have changed after `version`."""
@@ -82,7 +84,7 @@ class LiveRun:
                 cores = os.cpu_count() or 1
                 self._next_s = self._made_s + (time.thread_time() - began_s) / (MOST_SHARE * cores)
         except Exception as failure:  # damaged events may fail anywhere; the page goes on with what it has
-            self._problem = f"not all of it can be shown: {in_words(failure)}"
+            self._problem = self._reader.begun, f"not all of it can be shown: {in_words(failure)}"
         self._put({"head": self._head(now), "controls": controls_of(self.name, now)})
 
     def _head(self, now: RunNow) -> str:
@@ -98,7 +100,10 @@ class LiveRun:
             notes.append(f"The curves and what is below them are of {show_seconds(round(made_s))} ago.")
         if not is_going_on and now.next_command:
             notes.append(f"next: {now.next_command}")
-        return head_of(self.name, now.state, now.cause, *notes, self._problem)
+        begun, problem = self._problem
+        if begun == self._reader.begun:
+            notes.append(problem)
+        return head_of(self.name, now.state, now.cause, *notes)
 
     def _put(self, sections: Mapping[str, str]) -> None:
         version = self._version + 1

@@ -33,13 +33,14 @@ from urllib.parse import urlsplit
 from plait.core.errors import InputError, PlaitError
 from plait.core.shown import shown
 from plait.report.live.live_run import LiveRun
-from plait.report.outputs.page import document
+from plait.report.outputs.markup import document
 
 if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +199,7 @@ class _Site:
         text = document(self._live.name, ordered, style, script)
         return HTMLResponse(text, headers={"Content-Security-Policy": _policy(text), **_HEADERS})
 
-    async def _events(self, request: Request) -> Response:
+    async def _events(self, request: Request) -> ASGIApp:
         from starlette.responses import PlainTextResponse, StreamingResponse
 
         token = request.query_params.get("token", "")
@@ -209,27 +210,33 @@ class _Site:
         seen = request.headers.get("last-event-id") or request.query_params.get("since", "")
         server, _, version = seen.partition("-")
         first = int(version) if server == self._id and version.isdecimal() else 0
-        return StreamingResponse(
+        stream = StreamingResponse(
             self._stream(request, first), media_type="text/event-stream", headers=_HEADERS
         )
+        # Counted before anything is sent: of requests that come at once, those beyond the limit are refused.
+        self._clients += 1
+
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await stream(scope, receive, send)
+            finally:
+                self._clients -= 1
+
+        return respond
 
     async def _stream(self, request: Request, version: int) -> AsyncIterator[str]:
-        self._clients += 1
         sent_s = 0.0
-        try:
-            while not self.server.should_exit and not await request.is_disconnected():
-                version, sections = self._live.since(version)
-                if sections:
-                    text = json.dumps({"sections": sections}, separators=(",", ":"))
-                    yield f"id: {self._id}-{version}\ndata: {text}\n\n"
-                elif time.monotonic() - sent_s > KEEP_ALIVE_S:
-                    yield ": \n\n"
-                else:
-                    await asyncio.sleep(LOOK_S)
-                    continue
-                sent_s = time.monotonic()
-        finally:
-            self._clients -= 1
+        while not self.server.should_exit and not await request.is_disconnected():
+            version, sections = self._live.since(version)
+            if sections:
+                text = json.dumps({"sections": sections}, separators=(",", ":"))
+                yield f"id: {self._id}-{version}\ndata: {text}\n\n"
+            elif time.monotonic() - sent_s > KEEP_ALIVE_S:
+                yield ": \n\n"
+            else:
+                await asyncio.sleep(LOOK_S)
+                continue
+            sent_s = time.monotonic()
 
     async def _act(self, request: Request) -> Response:
         from starlette.responses import JSONResponse
@@ -253,7 +260,7 @@ async def _content(request: Request) -> Mapping[str, Any]:
             raise InputError(f"found a request of more than {MOST_BYTES} bytes")
     try:
         content = json.loads(body or b"{}")
-    except ValueError as failure:
+    except (ValueError, RecursionError) as failure:
         raise InputError(f"the request is no JSON: {failure}") from None
     if not isinstance(content, dict):
         raise InputError(f"found {shown(content)}, expected an object")

@@ -21,7 +21,8 @@ function startTimeline(box, text) {
     const before = d;
     d = readTimeline(JSON.parse(text));
     const lane = d.predicted.row.length ? 9 : 0, bar = d.names.length > 24 ? 10 : 20;
-    layout = { top: 26, bar, lane, row: bar + lane + (lane ? 8 : 6), left: 0 };
+    const messages = d.messages.ops.row.length ? 12 : 0, laneTop = bar + 2 + messages + (messages ? 2 : 0);
+    layout = { top: 26, bar, messages, lane, laneTop, row: laneTop + lane + (lane ? 6 : 4), left: 0 };
     layout.height = layout.top + d.names.length * layout.row + 4;
     canvas.style.height = layout.height + "px";
     if (!before || (view.from <= 0 && view.to >= before.end)) view = { from: 0, to: d.end };
@@ -49,8 +50,12 @@ function startTimeline(box, text) {
   function show(next) { view = next; redraw(); }
   const timeAt = (x) => view.from + (x - layout.left) / width * (view.to - view.from);
   function tell(x, y) {
-    const row = Math.floor((y - layout.top) / layout.row);
-    tip.textContent = row < 0 ? markAt(d, { ...view, width }, x - layout.left) : row < d.names.length ? describeAt(d, row, timeAt(x)) : "\u00a0";
+    const row = Math.floor((y - layout.top) / layout.row), beneath = y - layout.top - row * layout.row - layout.bar - 1;
+    const isMessage = beneath >= 0 && beneath < layout.messages + 1;
+    if (row < 0) tip.textContent = markAt(d, { ...view, width }, x - layout.left);
+    else if (row >= d.names.length) tip.textContent = "\u00a0";
+    else if (!isMessage) tip.textContent = describeAt(d, row, timeAt(x));
+    else tip.textContent = describeMessage(d, 2 * row + (beneath > layout.messages / 2), timeAt(x), 4 / width * (view.to - view.from));
   }
   function first() {
     const a = d.anchors[0] || 0, b = d.anchors.length > 1 ? d.anchors[1] : d.end;

@@ -9,12 +9,10 @@ from plait.core.units import show_bytes, show_rate, show_seconds
 from plait.launcher.run_dir import GOING_ON
 from plait.report.occurrences import Occurrence
 from plait.report.outputs.charts import chart, parallel_coordinates, trial_charts
-from plait.report.outputs.markup import MARK, document, head_of, or_dash, table
+from plait.report.outputs.markup import document, head_of, or_dash, table
 from plait.report.outputs.timeline_section import timeline_section
 from plait.report.run_data import RunData
 from plait.schema.results import show_metric, show_value
-
-__all__ = ["MARK", "document", "head_of", "make_page", "sections_of", "table"]
 
 MOST_TRIALS = 500
 
@@ -59,15 +57,15 @@ def _stages(data: RunData) -> str:
             f"{or_dash(planned, show_seconds)} / {or_dash(measured, show_seconds)}"
             for planned, measured in zip(row.planned_s, row.measured_s)
         ]
-        sent = or_dash(row.output_bytes, show_bytes)
+        sent = f"{or_dash(row.output_bytes, show_bytes)} / {or_dash(row.sent_bytes, show_bytes)}"
         memory = f"{or_dash(row.memory_bytes, show_bytes)} / {or_dash(row.measured_memory_bytes, show_bytes)}"
         workers = ", ".join(map(str, row.workers))
         rows.append([str(row.stage), workers, or_dash(row.layers, str), *times, sent, memory])
     note = (
-        "Predicted / measured: seconds of one microbatch (medians) and of one update, and memory. Sends: "
-        "bytes of a microbatch's output, predicted. The "
-        "measured memory is that of a GPU or of a whole process, with Python and PyTorch; the prediction is "
-        "of tensors alone. Only the worker that keeps the record has it."
+        "Predicted / measured: seconds of one microbatch and of one update, bytes of a microbatch's output "
+        "that go to other workers (medians, with what describes the tensors), and memory. The measured "
+        "memory is that of a GPU or of a whole process, with Python and PyTorch; the prediction is of "
+        "tensors alone. Only the worker that keeps the record has it."
     )
     plan = ""
     if data.plan is not None:

@@ -9,9 +9,7 @@ from importlib import resources
 
 from plait.core.units import count_of
 from plait.report.comparison import ComparedRun
-from plait.report.outputs.markup import MARK, document, table
-
-__all__ = ["MARK", "make_runs_page"]
+from plait.report.outputs.markup import document, table
 
 
 def make_runs_page(title: str, runs: Sequence[ComparedRun], left_out: int = 0) -> str:

@@ -7,12 +7,14 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from plait.report.arrays import OpArrays
 from plait.report.idle import CAUSES
 from plait.report.occurrences import Occurrence
-from plait.report.record import OpArrays
+from plait.report.record import RunRecorded
 from plait.report.run_data import RunData
 
 _OPERATION = ("worker", "kind", "stage", "microbatch", "start", "end")
+_MESSAGE = (*_OPERATION, "way", "peer", "peer_stage", "bytes")
 _OCCURRENCE = ("t", "step", "what", "why")
 _STAGE = (
     "stage",
@@ -20,13 +22,14 @@ _STAGE = (
     "layers",
     *(f"{name}_{how}_s" for name in ("forward", "backward", "update") for how in ("planned", "measured")),
     "output_bytes",
+    "sent_bytes",
     "memory_planned_bytes",
     "memory_measured_bytes",
 )
 _REPLICA = ("worker", "updates", "samples_per_s", "wait_share", "group_size", "bytes_sent", "distance")
 
 
-def make_tables(data: RunData, ops: OpArrays) -> dict[str, str]:
+def make_tables(data: RunData, recorded: RunRecorded) -> dict[str, str]:
     """The tables of a run by file name, without those that would be empty."""
     points = [
         {"curve": name, "step": step, "value": value}
@@ -59,12 +62,16 @@ def make_tables(data: RunData, ops: OpArrays) -> dict[str, str]:
         "trials.csv": (columns_of(trials), trials),
     }
     texts = {name: table_text(columns, rows) for name, (columns, rows) in tables.items() if rows}
-    return {**texts, "operations.csv": _operations(ops)} if len(ops) else texts
+    if len(recorded.ops):
+        texts["operations.csv"] = _arrays_text(_OPERATION, recorded.ops)
+    if len(recorded.messages):
+        texts["messages.csv"] = _arrays_text(_MESSAGE, recorded.messages)
+    return texts
 
 
 def _stage(row: Any) -> dict[str, Any]:
     times = [each for pair in zip(row.planned_s, row.measured_s) for each in pair]
-    sizes = (row.output_bytes, row.memory_bytes, row.measured_memory_bytes)
+    sizes = (row.output_bytes, row.sent_bytes, row.memory_bytes, row.measured_memory_bytes)
     return dict(zip(_STAGE, (row.stage, " ".join(map(str, row.workers)), row.layers, *times, *sizes)))
 
 
@@ -72,13 +79,12 @@ def _happened(occurrences: Iterable[Occurrence]) -> list[dict[str, Any]]:
     return [{name: getattr(each, name) for name in _OCCURRENCE} for each in occurrences]
 
 
-def _operations(ops: OpArrays) -> str:
+def _arrays_text(columns: Sequence[str], arrays: OpArrays) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_OPERATION)
-    columns = (ops.workers, ops.letters, ops.stages, ops.microbatches, ops.starts, ops.ends)
-    workers, letters, *rest = (column.tolist() for column in columns)
-    writer.writerows(zip(workers, map(chr, letters), *rest))
+    writer.writerow(columns)
+    values = zip(columns, arrays.lists())
+    writer.writerows(zip(*(map(chr, each) if name in ("kind", "way") else each for name, each in values)))
     return text.getvalue()
 
 

@@ -8,27 +8,32 @@ function bytesOf(text) {
   return bytes.buffer;
 }
 
-function readTimeline(data) {
-  const ops = {
-    row: new Uint16Array(bytesOf(data.row)),
-    kind: new Uint8Array(bytesOf(data.kind)),
-    stage: new Uint16Array(bytesOf(data.stage)),
-    microbatch: new Uint32Array(bytesOf(data.microbatch)),
-    start: new Float64Array(bytesOf(data.start)),
-    seconds: new Float32Array(bytesOf(data.seconds)),
-    received: new Float32Array(bytesOf(data.received)),
-    cause: new Uint8Array(bytesOf(data.cause)),
-  };
-  const rows = data.names.map(() => []);
-  const longest = data.names.map(() => 0);
+const TYPES = { row: Uint16Array, kind: Uint8Array, stage: Uint16Array, microbatch: Uint32Array, start: Float64Array,
+  seconds: Float32Array, received: Float32Array, cause: Uint8Array, way: Uint8Array, peer: Uint16Array, bytes: Float32Array };
+
+// The arrays of operations or messages, with those of each row in the order of their starts.
+function readBars(data, names, count) {
+  const ops = Object.fromEntries(names.map((name) => [name, new TYPES[name](bytesOf(data[name]))]));
+  const rows = Array.from({ length: count }, () => []), longest = Array(count).fill(0);
   for (let i = 0; i < ops.row.length; i++) {
-    rows[ops.row[i]].push(i);
-    longest[ops.row[i]] = Math.max(longest[ops.row[i]], ops.seconds[i]);
+    const row = "way" in ops ? 2 * ops.row[i] + (ops.way[i] === RECEIVED) : ops.row[i];
+    rows[row].push(i);
+    longest[row] = Math.max(longest[row], ops.seconds[i]);
   }
+  return { ops, rows, longest };
+}
+
+const RECEIVED = "r".charCodeAt(0);
+
+function readTimeline(data) {
+  const many = data.names.length, { ops, rows, longest } =
+    readBars(data, ["row", "kind", "stage", "microbatch", "start", "seconds", "received", "cause"], many);
   // From when to when each worker took part.
   const spans = rows.map((order) => order.length
     ? [ops.start[order[0]], Math.max(...order.slice(-8).map((i) => ops.start[i] + ops.seconds[i]))] : [0, 0]);
-  return { ...data, ops, rows, longest, spans, overview: new Uint8Array(bytesOf(data.overview)),
+  // Each worker has a row of messages that it sent, and one of those that it received.
+  const messages = readBars(data.messages, Object.keys(data.messages), 2 * many);
+  return { ...data, ops, rows, longest, spans, messages, overview: new Uint8Array(bytesOf(data.overview)),
     anchors: new Float64Array(bytesOf(data.anchors)) };
 }
 
@@ -50,6 +55,30 @@ function showSeconds(s) {
   return a < 100 ? s.toPrecision(3) + " s" : Math.round(s).toLocaleString("en") + " s";
 }
 
+function showBytes(many) {
+  const unit = [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"]].find(([size]) => many >= size) || [1, "B"];
+  return Number((many / unit[0]).toPrecision(3)) + " " + unit[1];
+}
+
+// The message at a time of a row of messages, in words; short ones also a little next to it.
+function describeMessage(d, row, t, near) {
+  if (!isWithin(d, t)) return describeAt(d, row >> 1, t);
+  const { ops, rows, longest } = d.messages, order = rows[row], worker = d.names[row >> 1];
+  let best = -1, least = near;
+  for (let k = firstFrom(order, ops.start, t + near) - 1; k >= 0 && ops.start[order[k]] >= t - near - longest[row]; k--) {
+    const i = order[k], away = Math.max(ops.start[i] - t, t - ops.start[i] - ops.seconds[i], 0);
+    if (away < least || best < 0 && away === least) { best = i; least = away; }
+  }
+  if (best < 0) return `${worker}: ${row % 2 ? "receives" : "sends"} nothing here`;
+  const what = ops.kind[best] === "F".charCodeAt(0) ? "output" : "gradient";
+  return `${worker}: ${row % 2 ? "receives" : "sends"} the ${what} of microbatch ${ops.microbatch[best]} ` +
+    `${row % 2 ? "from" : "to"} worker ${ops.peer[best]} (stage ${ops.stage[best]}), ` +
+    `${showBytes(ops.bytes[best])}, ${showSeconds(ops.seconds[best])}`;
+}
+
+// Whether single operations and messages are known of a time.
+function isWithin(d, t) { return d.windows.some(([a, b]) => a <= t && t <= b); }
+
 // What the pointer is over, in words: an operation, or idle time and its reason.
 function describeAt(d, row, t) {
   const { ops } = d, order = d.rows[row];
@@ -64,7 +93,7 @@ function describeAt(d, row, t) {
       return `${d.names[row]}: ${d.labels[letter]}${number}, ${showSeconds(ops.seconds[i])}`;
     }
   }
-  if (!d.windows.some(([a, b]) => a <= t && t <= b)) {
+  if (!isWithin(d, t)) {
     const n = d.buckets, bucket = Math.min(n - 1, Math.max(0, Math.floor(t / d.end * n)));
     const share = d.groups.map((name, g) => [name, d.overview[(row * d.groups.length + g) * n + bucket] / 255]);
     const busy = share.filter(([, part]) => part > 0.004).map(([name, part]) => `${name} ${Math.round(part * 100)}%`);
@@ -160,6 +189,22 @@ function drawBars(c, d, row, view, window, top, height, colours) {
   }
 }
 
+// The messages that a worker sent, and beneath them those that it received.
+function drawMessages(c, d, row, view, top, height, colours) {
+  const { ops, rows, longest } = d.messages, scale = view.width / (view.to - view.from);
+  for (const way of [2 * row, 2 * row + 1]) {
+    const order = rows[way];
+    let lastPixel = -1;
+    for (let k = firstFrom(order, ops.start, view.from - longest[way]); k < order.length && ops.start[order[k]] <= view.to; k++) {
+      const i = order[k], x = (ops.start[i] - view.from) * scale, wide = ops.seconds[i] * scale;
+      if (x + wide < 0 || wide < 1 && Math.floor(x) === lastPixel) continue;
+      lastPixel = Math.floor(x);
+      c.fillStyle = colourOf(String.fromCharCode(ops.kind[i]), ops.microbatch[i], colours);
+      c.fillRect(x, top + (way % 2) * (height / 2), Math.max(1, wide), height / 2 - 1);
+    }
+  }
+}
+
 function drawPredicted(c, d, row, view, top, height, colours) {
   const p = d.predicted, scale = view.width / (view.to - view.from);
   if (p.row.length === 0) return;
@@ -198,16 +243,18 @@ function drawTimeline(c, d, view, layout, colours) {
     c.fillRect(left, top, Math.max(0, Math.min(view.width, (d.spans[row][1] - view.from) * scale) - left), layout.bar);
     const seen = d.rows[row], first = firstFrom(seen, d.ops.start, view.from);
     const many = firstFrom(seen, d.ops.start, view.to) - first > view.width / 3;
-    let x = 0;
+    let x = 0, hasBars = false;
     for (const [a, b] of many ? [] : d.windows) {
       const left = (a - view.from) * scale, right = (b - view.from) * scale;
       if (right < 0 || left > view.width) continue;
       drawOverview(c, d, row, view, x, left, top, layout.bar, colours);
       drawBars(c, d, row, view, [a, b], top, layout.bar, colours);
+      hasBars = true;
       x = Math.max(x, right);
     }
     drawOverview(c, d, row, view, x, view.width, top, layout.bar, colours);
-    if (hasLane) drawPredicted(c, d, row, view, top + layout.bar + 2, layout.lane, colours);
+    if (hasBars && layout.messages) drawMessages(c, d, row, view, top + layout.bar + 2, layout.messages, colours);
+    if (hasLane) drawPredicted(c, d, row, view, top + layout.laneTop, layout.lane, colours);
   }
   drawAxis(c, view, colours);
   c.fillStyle = colours.text;
@@ -235,7 +282,9 @@ function drawNames(c, d, layout, hasLane, colours) {
   d.names.forEach((name, row) => {
     const top = layout.top + row * layout.row, shown = layout.left > 60 ? name.replace(/ \(/, ", ").replace(")", "") : name.split(" ")[1];
     c.fillText(shown, -layout.left, top + layout.bar / 2 + 4);
-    if (layout.lane && layout.left > 60) c.fillText(hasLane ? "predicted" : "predicted: zoom in", -layout.left + 10, top + layout.bar + layout.lane);
+    if (layout.left <= 60) return;
+    if (layout.messages) c.fillText("messages", -layout.left + 10, top + layout.bar + layout.messages);
+    if (layout.lane) c.fillText(hasLane ? "predicted" : "predicted: zoom in", -layout.left + 10, top + layout.laneTop + layout.lane - 2);
   });
 }
 

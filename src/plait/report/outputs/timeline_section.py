@@ -53,6 +53,7 @@ def _key(data: RunData, line: Timeline) -> str:
             ("forward", "forward"),
             ("backward", "backward"),
             ("update", "update"),
+            *([("message", "sent, received (thin bars beneath)")] if len(line.messages) else []),
             ("wait", "idle: waiting"),
             ("receive", "idle: receiving (low bars)"),
         ]
@@ -77,10 +78,16 @@ def _explanation(data: RunData, line: Timeline) -> str:
     parts.append(
         "From afar, the height of a colour is its share of the time; nearer, each operation is a bar, with a "
         "colour for each microbatch, forward light and backward dark. "
-        "An operation begins when its input has arrived. Sending runs in the background; receiving is the "
+        "An operation begins when its input has arrived. Receiving, as idle time, is the "
         "time from the end of the operation that sent an input to the start of the one that needs it, as far "
         "as the worker was idle then."
     )
+    if len(line.messages):
+        parts.append(
+            "The two thin rows beneath a worker are its messages: above, those it sent, from when an "
+            "operation handed them over to when they had left; below, those it received, from when an "
+            "operation asked for them, so with the time that it waited."
+        )
     if len(line.predicted):
         parts.append("The thin lane beneath each worker is the planner's prediction from the same start.")
     if len(line.windows) > 1:
@@ -94,7 +101,7 @@ def _explanation(data: RunData, line: Timeline) -> str:
 
 def timeline_data(data: RunData, line: Timeline) -> dict[str, Any]:
     """What `timeline.js` reads: long lists as typed arrays."""
-    ops, predicted = line.ops, line.predicted
+    ops, messages, predicted = line.ops, line.messages, line.predicted
     rows = np.array(line.workers)
     of_plan = np.isin(predicted.workers, rows).nonzero()[0][:MOST_PREDICTED]
     shown = predicted.take(of_plan)
@@ -110,6 +117,17 @@ def timeline_data(data: RunData, line: Timeline) -> dict[str, Any]:
         "seconds": _packed(ops.ends - ops.starts, np.float32),
         "received": _packed(line.received_s, np.float32),
         "cause": _packed(line.causes, np.uint8),
+        "messages": {
+            "row": _packed(np.searchsorted(rows, messages.workers), np.uint16),
+            "way": _packed(messages.ways, np.uint8),
+            "kind": _packed(messages.letters, np.uint8),
+            "microbatch": _packed(messages.microbatches, np.uint32),
+            "peer": _packed(messages.peers, np.uint16),
+            "stage": _packed(messages.peer_stages, np.uint16),
+            "bytes": _packed(messages.bytes, np.float32),
+            "start": _packed(messages.starts, np.float64),
+            "seconds": _packed(messages.ends - messages.starts, np.float32),
+        },
         "windows": [[start, min(end, line.end_s + 1.0)] for start, end in line.windows],
         "buckets": line.overview.shape[2],
         "overview": _packed(np.rint(line.overview * 255), np.uint8),

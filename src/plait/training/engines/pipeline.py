@@ -28,7 +28,6 @@ from plait.launcher.worker_process import Worker
 from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.layout import PipelineLayout, one_batch, stream
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource
-from plait.pipeline.op_timings import operations_event
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import check_topology, read_topology_spec
 from plait.training.checkpoint import Checkpoint, EngineState
@@ -67,9 +66,10 @@ class PipelineEngine:
     """The engine for trials whose stages are held by the workers of a group.
 
     `stages` are those of one trial or of fused trials. `on_step` is called for each step, `on_operations`
-    with the timings of operations, `on_opened` with the seconds that opening the pipeline took. `begin_audit`
-    limits the steps of an interval and audits an interval of one step; the monitor of `make_monitor` measures
-    steps. The engine can be closed and opened again, among other workers or under another plan.
+    with the timings of operations and messages, `on_opened` with the seconds that opening the pipeline took.
+    `begin_audit` limits the steps of an interval and audits an interval of one step; the monitor of
+    `make_monitor` measures steps. The engine can be closed and opened again, among other workers or under
+    another plan.
     """
 
     # No worker has a step that it could take again.
@@ -328,10 +328,10 @@ class PipelineEngine:
         return self._pipeline
 
     def _record_operations(self, step: int | None = None) -> None:
-        """Record the timings of operations; in a long interval, repeatedly."""
-        event = operations_event(self.trials[0].step if step is None else step, self._pipe.timings)
-        self._pipe.timings.clear()
-        self._on_operations(event)
+        """Record the timings of operations and messages; in a long interval, repeatedly."""
+        workers = self._worker.memberships.current.members
+        for event in self._pipe.timings.take(self.trials[0].step if step is None else step, workers):
+            self._on_operations(event)
 
 
 def evaluation_totals(

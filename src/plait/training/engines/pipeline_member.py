@@ -19,7 +19,6 @@ from plait.pipeline.gradient_sync import MembersOf
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch
 from plait.pipeline.named_state import Tensors
-from plait.pipeline.op_timings import operations_event
 from plait.sync.averaging.base import NoAveraging, WeightAveraging
 from plait.sync.make_averaging import PREFIX
 from plait.training.checkpoint import EngineState
@@ -126,7 +125,8 @@ class PipelineMember:
             monitor,
         )
         self.place, self.position, self.averaging = replica.number, replica.position, replica.averaging
-        self.workers = tuple(worker.memberships.current.members[rank] for rank in replica.peers)
+        self._members = worker.memberships.current.members
+        self.workers = tuple(self._members[rank] for rank in replica.peers)
         self.monitor = monitor
         load_sync(replica.sync_states(), stages.sync)
 
@@ -149,8 +149,8 @@ class PipelineMember:
         return []
 
     def synchronize(self) -> None:
-        self._on_event(operations_event(self._trials[0].step, self._pipeline.timings))
-        self._pipeline.timings.clear()
+        for event in self._pipeline.timings.take(self._trials[0].step, self._members):
+            self._on_event(event)
         self.averaging.synchronize()
 
     def totals_over(self, slots: Sequence[int], share: int, shares: int) -> list[Totals]:
