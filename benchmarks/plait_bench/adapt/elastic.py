@@ -23,19 +23,8 @@ from plait.launcher.display import WorkerState
 from plait.launcher.run_dir import RunDir
 from plait_bench.adapt import pipelines
 from plait_bench.adapt.driver import Act, KillWorker, apart, job, losses, stop, trained
-from plait_bench.harness import (
-    Bench,
-    BenchClaim,
-    Found,
-    Row,
-    at_most,
-    draw_spread,
-    number,
-    of_repeats,
-    picture,
-    run_parts,
-    say,
-)
+from plait_bench.harness import Bench, BenchClaim, Found, Row, at_most, number, of_repeats, run_parts, say
+from plait_bench.pictures import draw_spread, picture
 from plait_bench.sleeping import Sleeping
 
 SIZES = (2, 3, 4, 2, 1, 3)
