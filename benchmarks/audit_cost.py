@@ -3,15 +3,12 @@
     python benchmarks/audit_cost.py [--steps 1000] [--rounds 3]
 
 Two workers train a small ResNet on digits, data parallel and in two stages, with audits at their usual steps.
-Audits time themselves (events of kind `audited`); the rest of the run is not touched by them. The share of
-each round and their median are printed; the exit status is 1 where a median is above 1%.
+Audits time themselves (events of kind `audited`); the rest of the run is not touched by them. The exit
+status is 1 where the median of the rounds is above 1%.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,8 @@ from typing import Any
 import plait
 from plait.core import events, run_events
 from plait.launcher.run_dir import RunDir
+from plait_bench.harness import at_most, of_runs, spread
+from plait_bench.loops import parser_of, show
 
 WAYS: dict[str, dict[str, Any]] = {
     "data parallel": {"workers": 2, "threads": 1},
@@ -44,21 +43,17 @@ def share(parallel: dict[str, Any], steps: int, folder: Path) -> tuple[int, floa
     return len(audits), sum(audits) / result.seconds
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
-    fine = True
+def main() -> None:
+    asked = parser_of(__doc__, steps=1000, rounds=3).parse_args()
+    rows, claims = [], []
     for name, parallel in WAYS.items():
         with tempfile.TemporaryDirectory() as folder:
             found = [share(parallel, asked.steps, Path(folder)) for _ in range(asked.rounds)]
-        middle = statistics.median(part for _, part in found)
-        fine = fine and middle <= MOST
-        rounds = ", ".join(f"{part:.2%}" for _, part in found)
-        print(f"{name}: {found[0][0]} of {asked.steps} steps audited, {middle:.2%} of the time ({rounds})")
-    return 0 if fine else 1
+        shares = [part for _, part in found]
+        rows.append({"way": name, "audited": found[0][0], **spread(shares, "share"), "rounds": asked.rounds})
+        claims.append(at_most(*of_runs(f"{name}: share of the time", shares), MOST))
+    show("audit_cost", asked, rows, claims)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

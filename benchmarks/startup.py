@@ -8,16 +8,16 @@ group. Plait's time runs from the command to the end of the first step of two wo
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from plait_bench.harness import at_most, in_turns, of_runs, spread
+from plait_bench.loops import parser_of, show
 
 BARE = """
 import sys, torch.distributed as dist
@@ -66,37 +66,30 @@ def first_step(folder: Path) -> float:
     return float(found[1]) - begun
 
 
-def import_seconds(module: str) -> float:
-    script = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
-    before = "import torch; " if module == "plait" else ""
-    return float(subprocess.check_output([sys.executable, "-c", before + script], text=True))
+def import_seconds() -> float:
+    """Seconds that `import plait` takes after `import torch`."""
+    script = "import torch, time; t = time.perf_counter(); import plait; print(time.perf_counter() - t)"
+    return float(subprocess.check_output([sys.executable, "-c", script], text=True))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {rounds} rounds"
-    )
-    print("claims: import plait adds at most 0.3 s; the first step comes within 2.5x of two bare processes")
+    asked = parser_of(__doc__, rounds=7).parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "job.yaml").write_text(JOB)
-        pairs = [(bare(folder), first_step(folder)) for _ in range(rounds + 1)][1:]
-        extra = [import_seconds("plait") for _ in range(3)]
-    ratios = [ours / theirs for theirs, ours in pairs]
-    ratio, added = statistics.median(ratios), statistics.median(extra)
-    print(f"two bare processes   {statistics.median(p[0] for p in pairs):6.2f} s (median)")
-    print(f"plait, first step    {statistics.median(p[1] for p in pairs):6.2f} s (median)")
-    show("ratio", ratio, ratios, 2.5)
-    show("import plait adds, s", added, extra, 0.3)
-    sys.exit(ratio > 2.5 or added > 0.3)
-
-
-def show(name: str, value: float, values: list[float], goal: float) -> None:
-    verdict = "holds" if value <= goal else "DOES NOT HOLD"
-    print(f"{name:20} {value:6.3f}  ({min(values):.3f}-{max(values):.3f})  goal {goal}  {verdict}")
+        sides = {
+            "two bare processes": lambda _: bare(folder),
+            "plait, first step": lambda _: first_step(folder),
+        }
+        taken = in_turns(sides, asked.rounds)
+    ratios = [ours / theirs for theirs, ours in zip(*taken.values())]
+    added = [import_seconds() for _ in range(3)]
+    rows = [{"side": side, **spread(seconds, "seconds")} for side, seconds in taken.items()]
+    claims = [
+        at_most(*of_runs("the first step over two bare processes", ratios), 2.5),
+        at_most(*of_runs("seconds that import plait adds to import torch", added), 0.3),
+    ]
+    show("startup", asked, rows, claims)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,19 @@
-"""What every experiment is made of: a world of workers, rounds in turn, rows, claims made before, a picture.
+"""What every experiment is made of: a world of workers, rounds in turn, rows, and claims made before.
 
 A claim that does not hold is shown as such; nothing is left out.
 """
 
 from __future__ import annotations
 
-import csv
 import inspect
-import io
 import os
 import platform
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -28,7 +26,7 @@ import psutil
 from plait.core.codec import encode
 from plait.core.errors import DataError
 from plait.core.events import Recorded, read
-from plait.core.files import write_output, write_picture
+from plait.core.files import write_output
 from plait.core.names import resolve
 from plait.core.shown import shortened
 from plait.core.units import count_of, show_cell
@@ -36,6 +34,7 @@ from plait.launcher.display import Display
 from plait.launcher.messages import Launch
 from plait.launcher.run_dir import RunDir
 from plait.launcher.supervisor import Supervisor
+from plait.report.outputs.tables import columns_of, table_text
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import Placement
 
@@ -168,11 +167,7 @@ class Bench:
 
     def write_csv(self, path: Path) -> None:
         """Write the rows as a CSV file."""
-        text = io.StringIO()
-        writer = csv.DictWriter(text, _columns(self.rows), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        write_output(path, text.getvalue())
+        write_output(path, table_text(columns_of(self.rows), self.rows))
 
 
 Found = tuple[list[Row], list[BenchClaim]]
@@ -194,15 +189,11 @@ def run_parts(
 
 def table(rows: Sequence[Row]) -> str:
     """Rows with aligned columns; the columns are those of all rows, in order of appearance."""
-    columns = _columns(rows)
+    columns = columns_of(rows)
     cells = [columns, *([show_cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[n]) for line in cells) for n in range(len(columns))]
     shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells]
     return "\n".join(shown)
-
-
-def _columns(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(column for row in rows for column in row))
 
 
 def number(row: Row, column: str) -> float:
@@ -310,64 +301,3 @@ def english() -> Path:
     if found is None or found.origin is None:
         raise DataError("convergence: this Python has no pydoc_data.topics, whose text is the data here")
     return Path(found.origin)
-
-
-@contextmanager
-def picture(
-    path: Path, size: tuple[float, float], down: int = 1, across: int = 1, dpi: int = 120, **options: Any
-) -> Iterator[list[Any]]:
-    """Axes to draw on within; afterwards they are the PNG at `path`."""
-    import matplotlib  # loaded only where a picture is asked for
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, **options)
-    yield list(axes.flat)
-    figure.tight_layout()
-    write_picture(path, figure, dpi=dpi)
-    plt.close(figure)
-
-
-def draw_spread(axis: Any, at: Sequence[float], rows: Sequence[Row], value: str, colour: str) -> None:
-    """A line from the least to the most of column `value`, for each row that has both."""
-    for x, row in zip(at, rows):
-        if f"{value}_min" in row:
-            axis.vlines(x, number(row, f"{value}_min"), number(row, f"{value}_max"), colour, linewidth=1)
-
-
-def curve(
-    axis: Any, rows: Sequence[Row], x: str, y: str, label: str, colour: str | None = None, marker: str = "o"
-) -> None:
-    """A line of column `y` over column `x`, with the spread of each point."""
-    at = [number(row, x) for row in rows]
-    (line,) = axis.plot(at, [number(row, y) for row in rows], marker=marker, label=label, color=colour)
-    draw_spread(axis, at, rows, y, line.get_color())
-
-
-def bars(
-    axis: Any,
-    rows: Sequence[Row],
-    group: Callable[[Row], str],
-    side: str,
-    value: str,
-    colours: Sequence[str] = (),
-) -> None:
-    """A bar of column `value` for each row: those of one `group` stand together, a colour for each side.
-
-    A line on each bar shows the `spread`, where the rows have one. `colours` are all sides of a picture with
-    several axes: a side has one colour in all of them.
-    """
-    groups = list(dict.fromkeys(group(row) for row in rows))
-    names = list(dict.fromkeys(str(row[side]) for row in rows))
-    for index, name in enumerate(names):
-        own = {group(row): row for row in rows if str(row[side]) == name}
-        at = [groups.index(each) + 0.8 * (index - (len(names) - 1) / 2) / len(names) for each in own]
-        heights = [number(row, value) for row in own.values()]
-        colour = f"C{(list(colours) or names).index(name) % 10}"
-        axis.bar(at, heights, width=0.8 / len(names), label=name, color=colour)
-        draw_spread(axis, at, list(own.values()), value, "0.2")
-    words = [each.replace(" ", "\n") if len(groups) > 8 else each for each in groups]
-    axis.set_xticks(range(len(groups)), words, fontsize=8)
-    if len(names) > 1:
-        axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -95,16 +95,17 @@ def claims_of(
     ]
 
 
-def parser_of(description: str, rounds: int, steps: int) -> argparse.ArgumentParser:
+def parser_of(description: str, **defaults: int) -> argparse.ArgumentParser:
+    """Takes an option for each of `defaults`."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--steps", type=int, default=steps)
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     return parser
 
 
 def show(name: str, asked: argparse.Namespace, rows: list[Row], claims: list[BenchClaim]) -> NoReturn:
     """Print the bench of a script; the exit status says whether the claims hold."""
-    command = f"python benchmarks/{name}.py --rounds {asked.rounds} --steps {asked.steps}"
-    bench = Bench(name, command, rows, claims)
+    options = [f"--{option} {value}" for option, value in vars(asked).items()]
+    bench = Bench(name, " ".join([f"python benchmarks/{name}.py", *options]), rows, claims)
     print(bench.render())
     sys.exit(not bench.holds)

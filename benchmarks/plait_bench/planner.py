@@ -13,7 +13,8 @@ from pathlib import Path
 
 from plait.graph import Edge, Graph, Node, pipedream
 from plait.planner import Cluster, Plan, machines, make_plan
-from plait_bench.harness import Bench, BenchClaim, Row, at_most, bars, number, picture, say, spread
+from plait_bench.harness import Bench, BenchClaim, Row, at_most, number, say, spread
+from plait_bench.pictures import bars, picture
 
 PROFILES = Path(__file__).parent / "profiles"
 CLUSTERS = {

@@ -17,7 +17,8 @@ from plait.profiler.trace import trace
 from plait.workloads.resnet import resnet50
 from plait.workloads.transformer import transformer
 from plait.workloads.vgg import vgg16
-from plait_bench.harness import Bench, BenchClaim, Row, at_most, bars, in_turns, number, picture, say
+from plait_bench.harness import Bench, BenchClaim, Row, at_most, in_turns, number, say
+from plait_bench.pictures import bars, picture
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from plait.schema.settings import (
     TrainSettings,
 )
 from plait_bench.adapt.same_workers import train_on_same_workers
-from plait_bench.harness import Bench, BenchClaim, Row, at_most, in_world, number, picture, say
+from plait_bench.harness import Bench, BenchClaim, Row, at_most, in_world, number, say
+from plait_bench.pictures import picture
 
 WORKERS = 2
 SMALL, LARGE = 32, 256

@@ -38,13 +38,12 @@ from plait_bench.harness import (
     Row,
     at_least,
     at_most,
-    curve,
     in_world,
     number,
     of_repeats,
     of_runs,
-    picture,
 )
+from plait_bench.pictures import curve, picture
 from plait_bench.sleeping import Sleeping
 from plait_bench.sync.shaped_hosts import BridgedHosts, bridged_hosts, missing_for_shaping
 
@@ -212,10 +211,10 @@ def claims_of(runs: Sequence[RecordedRun]) -> list[BenchClaim]:
     adaptive = [run for run in runs if run.adaptive]
     again = [_slow_rate(run, 10, 18) for run in adaptive]
     down = [_slow_rate(run, 2, None) for run in runs if not run.adaptive]
-    back = [_steps_to_star(run) for run in adaptive]
-    ways = ", ".join("never" if steps is None else str(steps) for steps in back)
-    at_end = sum(_ends_on_star(run) for run in adaptive)
-    after = f"runs back on the star at the end (after {ways} steps of a free link)"
+    free = [_free_topologies(run) for run in adaptive]
+    back = ", ".join(str(names.index("star")) if "star" in names else "no" for names in free)
+    at_end = sum(names[-1:] == ["star"] for names in free)
+    after = f"runs back on the star at the end (after {back} steps of a free link)"
     return [
         at_most(*of_runs("steps from the slow link to the first change", map(_waited, adaptive)), 5),
         at_least(*of_runs("throughput from the tenth slow step on, over that before", again), 0.9),
@@ -245,14 +244,6 @@ def _free_topologies(run: RecordedRun) -> list[str]:
     """The topology of each step after the link was freed."""
     topologies = _topologies(run)
     return [topologies[step] for step, t, _ in _steps(run) if t > run.free_t and step in topologies]
-
-
-def _steps_to_star(run: RecordedRun) -> int | None:
-    return next((n for n, name in enumerate(_free_topologies(run)) if name == "star"), None)
-
-
-def _ends_on_star(run: RecordedRun) -> bool:
-    return _free_topologies(run)[-1:] == ["star"]
 
 
 def write_plot(bench: Bench, path: Path) -> None:

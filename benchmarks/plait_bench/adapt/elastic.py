@@ -23,19 +23,8 @@ from plait.launcher.display import WorkerState
 from plait.launcher.run_dir import RunDir
 from plait_bench.adapt import pipelines
 from plait_bench.adapt.driver import Act, KillWorker, apart, job, losses, stop, trained
-from plait_bench.harness import (
-    Bench,
-    BenchClaim,
-    Found,
-    Row,
-    at_most,
-    draw_spread,
-    number,
-    of_repeats,
-    picture,
-    run_parts,
-    say,
-)
+from plait_bench.harness import Bench, BenchClaim, Found, Row, at_most, number, of_repeats, run_parts, say
+from plait_bench.pictures import draw_spread, picture
 from plait_bench.sleeping import Sleeping
 
 SIZES = (2, 3, 4, 2, 1, 3)
@@ -127,8 +116,9 @@ def _ask(workers: int) -> Act:
 def _lost(name: str, repeats: int) -> list[Row]:
     """A row for each loss of the worker that keeps the record, and one for each worker in its place."""
     kills = [KillWorker(0) for _ in range(repeats)]
-    acts = [*((2 * n, kill) for n, kill in enumerate(kills)), (2 * repeats, stop)]
-    recorded = _trained(name, {"workers": 3, "elastic": True, "max_workers": 3}, acts)
+    acts: list[tuple[int, Act]] = [(2 * n, kill) for n, kill in enumerate(kills)]
+    parallel = {"workers": 3, "elastic": True, "max_workers": 3}
+    recorded = _trained(name, parallel, [*acts, (2 * repeats, stop)])
     return _change_rows("kill -9 of worker 0", name, recorded, [kill.at for kill in kills])
 
 

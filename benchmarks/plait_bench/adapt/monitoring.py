@@ -34,7 +34,8 @@ from plait.training.engines.train_step import TrainStep
 from plait.training.monitoring.step_monitor import StepMonitor
 from plait.training.run import Run
 from plait.training.worker_group import group_of_world
-from plait_bench.harness import Bench, Row, at_most, bars, in_turns, in_world, number, picture, spread
+from plait_bench.harness import Bench, Row, at_most, in_turns, in_world, number, spread
+from plait_bench.pictures import bars, picture
 
 # Both come from the same norms, so both together cost what each does.
 KINDS = ("none", "noise-scale and variance")

@@ -30,19 +30,8 @@ from plait_bench.fusion.cases import (
 from plait_bench.fusion.hfta import hfta_step
 from plait_bench.fusion.nvml import GpuWatch
 from plait_bench.fusion.processes import PROCESS_MODES, times_of_processes
-from plait_bench.harness import (
-    Bench,
-    BenchClaim,
-    Found,
-    Row,
-    bars,
-    curve,
-    number,
-    picture,
-    run_parts,
-    say,
-    spread,
-)
+from plait_bench.harness import Bench, BenchClaim, Found, Row, number, run_parts, say, spread
+from plait_bench.pictures import bars, curve, picture
 
 HFTA_MODES = ("hfta", "hfta-graph")
 _ONE_BY_ONE = ("serial", "serial-graph", "serial-compile")

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from plait.fusion import FusedOptimizer, Shared, fuse
 from plait.workloads import data
 from plait.workloads.resnet import resnet18_tiny
-from plait_bench.harness import Bench, Found, Row, at_most, number, picture, say
+from plait_bench.harness import Bench, Found, Row, at_most, number, say
+from plait_bench.pictures import picture
 
 MODEL = "resnet18-tiny"
 # One step of each curve in this many becomes a row.

@@ -14,18 +14,8 @@ from pathlib import Path
 import torch
 
 from plait_bench.fusion.cases import Case, Step, cases_on, fused_step, one_thread, seconds_of, serial_step
-from plait_bench.harness import (
-    Bench,
-    BenchClaim,
-    Row,
-    at_least,
-    curve,
-    in_turns,
-    number,
-    picture,
-    say,
-    spread,
-)
+from plait_bench.harness import Bench, BenchClaim, Row, at_least, in_turns, number, say, spread
+from plait_bench.pictures import curve, picture
 
 TRIALS = 8
 # What is fused together, in the order of the model.

@@ -23,16 +23,15 @@ from plait_bench.harness import (
     Found,
     Row,
     at_least,
-    bars,
     in_turns,
     in_world,
     number,
-    picture,
     run_parts,
     say,
     seconds_of_all,
     spread,
 )
+from plait_bench.pictures import bars, picture
 from plait_bench.pipeline import comparison, convergence, idle, memory, prediction, recording, sides
 
 PIECES = 8

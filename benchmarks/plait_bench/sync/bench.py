@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from plait_bench.harness import Bench, Found, Row, bars, picture, run_parts, say
+from plait_bench.harness import Bench, Found, Row, run_parts, say
+from plait_bench.pictures import bars, picture
 from plait_bench.sync import bandwidth, convergence, pipelines, speed
 
 PARTS: Mapping[str, Callable[[], Found]] = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plait_bench.harness import Bench, curve, number, picture
+from plait_bench.harness import Bench, number
+from plait_bench.pictures import curve, picture
 from plait_bench.sync.speed import (
     QUICK_COURSE,
     QUICK_SYNCS,

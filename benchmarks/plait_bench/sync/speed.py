@@ -10,7 +10,6 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -109,15 +108,6 @@ def measure_all(
     )
 
 
-@dataclass
-class _SpeedWork:
-    """Steps of this worker: how many, how long they slept, and until when."""
-
-    steps: int = 0
-    slept_s: float = 0.0
-    elapsed_s: float = 0.0
-
-
 def _measure(worker: Worker, case: str, sync: str, seconds: float, repeat: int) -> Row:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -132,7 +122,7 @@ def _measure(worker: Worker, case: str, sync: str, seconds: float, repeat: int) 
     count = max(10, round(seconds / _slowest_s(CASES[case], worker.world_size))) if equal else None
     work = _work(step, together, count, seconds)
     finish()
-    found = all_gather_values((work.steps, work.slept_s, work.elapsed_s))
+    found = all_gather_values(work)
     rates = [steps / elapsed for steps, _, elapsed in found]
     ideal = [steps / slept for steps, slept, _ in found]
     return {
@@ -215,13 +205,16 @@ def _work(
     together: Callable[[Callable[[], float]], float],
     count: int | None,
     seconds: float,
-) -> _SpeedWork:
-    """Steps for `seconds`, or `count` of them, after a first one that is not counted."""
+) -> tuple[int, float, float]:
+    """Steps for `seconds`, or `count` of them, after a first one that is not counted.
+
+    How many they were, how long they slept, and how long they took.
+    """
     together(step)
-    work = _SpeedWork()
+    steps, slept_s, elapsed_s = 0, 0.0, 0.0
     started = time.monotonic()
-    while work.steps < count if count is not None else work.elapsed_s < seconds:
-        work.slept_s += together(step)
-        work.steps += 1
-        work.elapsed_s = time.monotonic() - started
-    return work
+    while steps < count if count is not None else elapsed_s < seconds:
+        slept_s += together(step)
+        steps += 1
+        elapsed_s = time.monotonic() - started
+    return steps, slept_s, elapsed_s

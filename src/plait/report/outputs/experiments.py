@@ -15,7 +15,8 @@ STYLE = (
     "img { max-width: 100%; height: auto; background: #fff; border-radius: 4px; } "
     "details { margin: .6em 0; } summary { cursor: pointer; } "
     "pre { overflow-x: auto; background: var(--soft); padding: .6em; } "
-    ".good { color: var(--backward); } td.good, td.bad { white-space: nowrap; }"
+    ".good { color: var(--backward); } td.good, td.bad { white-space: nowrap; min-width: 0; } "
+    "td.words:last-child { min-width: 7em; }"
 )
 MOST_ROWS = 400
 
