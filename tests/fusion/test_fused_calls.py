@@ -11,6 +11,8 @@ from fused_checks import CLOSE, assert_equals_lone_models, fuse, make_models
 from torch import nn
 
 from plait.fusion import FusionError, Shared
+from plait.fusion.dispatch.one_trial import stack_outcomes
+from plait.fusion.dispatch.tensor import Trials, TrialTensor
 
 ROWS, CHANNELS = 4, 6
 APART = (torch.tensor([0, 1, 2]), slice(None), torch.tensor([0, 1, 2]))
@@ -379,3 +381,10 @@ def test_writes_reach_views_and_stay_with_their_trial_in_inference_mode_too():
         outputs = fused(x.clone())
         for number, model in enumerate(models):
             torch.testing.assert_close(outputs[number], model(x[number].clone()), **CLOSE)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_tensors_computed_trial_by_trial_have_the_trials_axis_unless_all_are_the_same_one(count):
+    one, trials = torch.ones(2), Trials(count)
+    assert isinstance(stack_outcomes([one.clone() for _ in range(count)], trials), TrialTensor)
+    assert isinstance(stack_outcomes([one] * count, trials), TrialTensor) == (count == 1)

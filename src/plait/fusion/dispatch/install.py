@@ -187,11 +187,8 @@ class ModuleTensors:
     def unshare(self, names: Iterable[str]) -> None:
         """Give each trial its own copy of the shared tensors of these names, and of weights tied to them."""
         ids = {id(slot.tensor) for slot in self.shared_slots if slot.key in names}
-        copies = separate(self.shared_slots, self.trials, lambda tensor: id(tensor) in ids)
-        if not self._is_installed:
-            for slot in self.shared_slots:
-                if any(slot.tensor is own for _, own in copies):
-                    slot.tensors[slot.name] = slot.tensor.stacked
+        separate(self.shared_slots, self.trials, lambda tensor: id(tensor) in ids)
+        if not self._is_installed:  # else when the forward ends
             self._drop_separated()
         refresh_recurrent(self._recurrent)
 
@@ -199,6 +196,8 @@ class ModuleTensors:
         for slot in [slot for slot in self.shared_slots if slot.was_shared is not None]:
             self.shared_slots.remove(slot)
             self._shared.discard(slot.key)
+            if isinstance(slot.tensor, TrialTensor):  # not in a forward, which unwraps them
+                slot.tensors[slot.name] = slot.tensor.stacked
             self._on_separated(slot)
             slot.was_shared = None
 
@@ -211,12 +210,10 @@ def _after_forward(slot: Slot, now: Any, before: Any, trials: Trials) -> Any:
         slot.separate(now)
     elif slot.was_shared is not None and isinstance(now, TrialTensor) and not slot.is_buffer:
         return now.stacked
-    return _with_trials_axis(unwrap(now, trials), now) if slot.is_buffer else before
-
-
-def _with_trials_axis(inner: Tensor, now: Tensor) -> Tensor:
-    """A buffer with the trials axis; a tensor that trials share is copied, so that each can write its own."""
-    return inner if isinstance(now, TrialTensor) else inner.clone()
+    if not slot.is_buffer:
+        return before
+    # A tensor that trials share is copied, so that each can write its own.
+    return now.stacked if isinstance(now, TrialTensor) else unwrap(now, trials).clone()
 
 
 def recurrent_in(module: nn.Module) -> list[nn.RNNBase]:

@@ -47,7 +47,8 @@ def stack_outcomes(outcomes: list[Any], trials: Trials, who: str = "", rows: Row
 
 def _one_leaf(values: tuple[Any, ...], trials: Trials, who: str, rows: Rows | None) -> Any:
     first = values[0]
-    if all(value is first for value in values):
+    # Of one trial alone, nothing says that a tensor is shared.
+    if all(value is first for value in values) and not (len(values) == 1 and isinstance(first, Tensor)):
         return first
     if all(isinstance(value, Tensor) for value in values):
         return TrialTensor(torch.stack(_in_one_shape(values, rows)), trials)

@@ -119,14 +119,9 @@ class FusedGroup(dict[str, Any]):
     def set_trial(self, number: int, values: Mapping[str, Any]) -> None:
         """Set hyperparameters of one trial, under torch's names."""
         for name, value in values.items():
-            names, given = (
-                self.kind.tuples.get(name, (name,)),
-                value if name in self.kind.tuples else (value,),
-            )
-            every = [list(self.numbers[one]) for one in names]
-            for part, numbers, one in zip(names, every, given):
-                numbers[number] = float(self._number(name, part, one))
-            self[name] = tuple(map(PerTrial, every)) if name in self.kind.tuples else every[0]
+            every = [self.of_trial(name, other) for other in range(self.trials)]
+            every[number] = value
+            self[name] = every
 
     def clocks_for(self, parameters: Sequence[Tensor], absent: Sequence[tuple[int, ...]]) -> list[StepClock]:
         """The clocks of `parameters`, which are updated now except for the trials that are `absent`.

@@ -20,8 +20,8 @@ _WHOLE = (torch.float32, torch.float64)
 _SMALL = {False: 2**14, True: 2**20}
 # Per-trial views of the parameters, and of what a kernel takes besides.
 Slices = list[list[tuple[Tensor, ...]]]
-
-
+# Those of each group, by its id, with what they are views of.
+KnownSlices = dict[int, tuple[Any, Slices]]
 # A parameter to update, its gradient, its states by name, and its step counts.
 Updated = tuple[Tensor, Tensor, dict[str, Tensor], StepClock]
 
@@ -32,10 +32,6 @@ class Stepping(NamedTuple):
     moving: Tensor | None
     skip: Tensor | None
     finished: Sequence[int]
-
-
-# Those of each group, by its id, with what they are views of.
-KnownSlices = dict[int, tuple[Any, Slices]]
 
 
 def update_group(

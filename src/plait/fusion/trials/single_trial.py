@@ -22,15 +22,11 @@ from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, arguments_of, spellings
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.dispatch.torch_patches import running
-from plait.fusion.rules.dropout import NEW, draw_new
+from plait.fusion.rules.dropout import NEW, alpha_dropout, draw_new, dropout, feature_dropout
 from plait.fusion.trials.padding import Rows
 from plait.verification import same_random_numbers
 
-_DROPOUT_NAMES = (
-    "dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_",
-    "alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_",
-)  # fmt: skip
-_DROPOUTS = frozenset(spellings(_DROPOUT_NAMES))
+_DROPOUTS = frozenset(f for f, by in RULES.items() if by in (alpha_dropout, dropout, feature_dropout))
 _LIKE = frozenset((torch.rand_like, torch.randn_like, *spellings(["bernoulli", "bernoulli_"])))
 _ATTENTION = frozenset(spellings(["scaled_dot_product_attention"]))
 _RECURRENT = frozenset(spellings(["lstm", "gru", "rnn_tanh", "rnn_relu"]))

@@ -115,13 +115,9 @@ class PerTrialModules:
 
     def reorder(self, numbers: Sequence[int]) -> None:
         """Select the trials `numbers`, in this order; one that occurs twice is copied."""
-        used: set[int] = set()
-        modules = []
-        for number in numbers:
-            module = self.modules[number]
-            modules.append(independent_copy(module) if number in used else module)
-            used.add(number)
-        self._replace_all(modules)
+        chosen = [self.modules[number] for number in numbers]
+        again = [number in numbers[:place] for place, number in enumerate(numbers)]
+        self._replace_all([independent_copy(m) if copied else m for m, copied in zip(chosen, again)])
 
     def replace(self, number: int, module: nn.Module) -> None:
         """Replace the module of one trial."""
