@@ -29,7 +29,7 @@ class Hop:
 
 
 class StageTransfers:
-    """Sends and receives for the stages of this worker; what goes to another of its own stages is kept here.
+    """Sends and receives for the stages of this worker; what one of them gives to another is kept here.
 
     `unpacked` reads the random state that comes along with a microbatch; `timed` begins the timing of a
     message that is sent or received.
@@ -49,7 +49,7 @@ class StageTransfers:
         self._local: dict[tuple[int, int], Any] = {}
 
     def receive_forward(self, hop: Hop, op: Forward, flight: InFlight, carries: bool, is_timed: bool) -> None:
-        """Add to `flight` what comes to the stage of `op`; `carries` says whether a random state does."""
+        """Receive the inputs of the stage of `op`; `carries` says whether a random state comes along."""
         route = hop.route
         peer = self._layout.worker(route.source, op.microbatch)
         if peer == self._rank:
