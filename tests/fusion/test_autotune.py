@@ -33,7 +33,7 @@ class Device:
 def chosen(device: Device, monkeypatch: pytest.MonkeyPatch, *names: str) -> str:
     monkeypatch.setattr(autotune, "_seconds", device.time)
     ways = {name: lambda x, name=name: name for name in names}
-    return autotune._measure(ways, (torch.zeros(1),))
+    return autotune.measure(ways, (torch.zeros(1),))
 
 
 @pytest.mark.parametrize("fastest", ["default", "other"])

@@ -116,6 +116,9 @@ def add_product(function: Function, args: Arguments, kwargs: Options) -> Any:
     bias, left, right = args
     if right.dim() == 2 and bias.dim() == 1 and not any(isinstance(x, TrialTensor) for x in (bias, right)):
         return linear(F.linear, (left, right.mT, bias), {})
+    if type(left) is type(right) is type(bias) is TrialTensor and (left.dim(), right.dim()) == (2, 2):
+        offset = align_operand(bias, 2, bias)
+        return TrialTensor(torch.baddbmm(offset, left.stacked, right.stacked), left.trials)
     return bias + torch.matmul(left, right)
 
 

@@ -195,7 +195,8 @@ def link_copy(x: TrialTensor, made: TrialTensor, surely: bool) -> None:
 
     `surely`: they do; otherwise it depends on the memory layout.
     """
-    if made.stacked.untyped_storage() is x.stacked.untyped_storage() or x.permuted:
+    # A view is no copy. In inference mode there are none, and only the storages tell.
+    if x.permuted or made.stacked._is_view() or x.stacked.untyped_storage() is made.stacked.untyped_storage():
         return
     alias_links.link(x.stacked, made.stacked, surely or alias_links.is_view_alone(x.stacked))
 

@@ -52,11 +52,11 @@ def _kept_or_measured(
     first = operands[0]
     kept = None if first is None else choices_on(first.device)
     if kept is None:
-        return _measure(ways, operands)
+        return measure(ways, operands)
     text = _text(key)
     name = kept.get(text)
     if name is None or name not in ways:  # another version may have had other ways
-        name = _measure(ways, operands)
+        name = measure(ways, operands)
         kept.keep(text, name)
     return name
 
@@ -94,7 +94,7 @@ def _can_measure(x: Tensor | None) -> bool:
     return not (x is not None and x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _measure(ways: Mapping[str, Way], operands: tuple[Tensor | None, ...]) -> str:
+def measure(ways: Mapping[str, Way], operands: tuple[Tensor | None, ...]) -> str:
     copies = [None if x is None else _copy(x) for x in operands]
     # The measurement is not part of the model: an enclosing checkpoint must not save its tensors.
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):

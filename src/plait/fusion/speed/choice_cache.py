@@ -25,7 +25,7 @@ _MOST = 20_000
 
 
 @dataclass(frozen=True)
-class Choices:
+class KeptWays:
     """The name of the chosen way for each text that describes an operation and its operands."""
 
     ways: dict[str, str]
@@ -49,7 +49,7 @@ class ChoiceFile:
         self._ways = {**self._read(), **self._ways, key: way}
         newest = dict([*self._ways.items()][-_MOST:])
         try:
-            save(Choices(newest), self._path, _KIND, _VERSION)
+            save(KeptWays(newest), self._path, _KIND, _VERSION)
         except DiskError as failure:
             self._can_write = False
             _log.warning("fastest ways are not kept for later runs: %s", failure)
@@ -58,7 +58,7 @@ class ChoiceFile:
         if not os.path.exists(self._path):
             return {}
         try:
-            return load(Choices, self._path, _KIND, _VERSION).ways
+            return load(KeptWays, self._path, _KIND, _VERSION).ways
         except ArtefactError as failure:
             _log.warning("fastest ways that an earlier run has kept are ignored and replaced: %s", failure)
             return {}
