@@ -143,7 +143,11 @@ CASES = {
         {},
     ),
     # One of the trials has no padding at all.
-    "lora, unlike batches": (llama, [lora(2), lora(3, lora_alpha=1)], {"sizes": (2, 3), "lengths": (4, 7)}),
+    "lora, unlike batches": (
+        llama,
+        [lora(2), lora(3, lora_alpha=1, lora_dropout=0.1)],
+        {"sizes": (2, 3), "lengths": (4, 7)},
+    ),
     "dora": (
         llama,
         [lora(2, use_dora=True), lora(5, ["v_proj", "up_proj"], use_dora=True, lora_dropout=0.1)],

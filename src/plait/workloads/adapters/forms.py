@@ -347,7 +347,7 @@ def _joined(forms: Sequence[AdapterForm]) -> AdapterForm:
 def _larger(path: str, one: LayerForm, other: LayerForm) -> LayerForm:
     if one.kind != other.kind or one.is_feedforward != other.is_feedforward:
         raise AdapterError(f"the adapters of {path!r} differ in more than rank: {one} and {other}")
-    return replace(one, rank=max(one.rank, other.rank))
+    return replace(one, rank=max(one.rank, other.rank), drops=one.drops or other.drops)
 
 
 def _check_same_settings(first: AdapterForm, form: AdapterForm, number: int) -> None:
