@@ -57,6 +57,44 @@ def bert():
     return transformers.BertForSequenceClassification(config).double()
 
 
+class Unpacked(torch.autograd.Function):
+    """A product with integers of 4 bits, two in a byte."""
+
+    @staticmethod
+    def weight(packed):
+        return torch.stack([packed // 16, packed % 16], -1).flatten(1).double() / 16 - 0.5
+
+    @staticmethod
+    def forward(ctx, x, packed):
+        ctx.packed = packed
+        return x @ Unpacked.weight(packed).mT
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy @ Unpacked.weight(ctx.packed), None
+
+
+class PackedLinear(torch.nn.Linear):
+    def __init__(self, layer):
+        super().__init__(layer.in_features, layer.out_features, bias=False)
+        shape = (layer.out_features, layer.in_features // 2)
+        self.weight = torch.nn.Parameter(torch.randint(256, shape, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, x):
+        return Unpacked.apply(x, self.weight)
+
+
+def packed():
+    """A model in 4 bits that recomputes its layers, as QLoRA has it."""
+    model = llama()
+    for path, part in list(model.model.named_modules()):
+        if type(part) is torch.nn.Linear:
+            model.model.set_submodule(path, PackedLinear(part))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    return model
+
+
 def lora(rank=2, targets=("q_proj", "v_proj"), **options):
     return peft.LoraConfig(r=rank, target_modules=list(targets), **{**CAUSAL, **options})
 
@@ -143,7 +181,11 @@ CASES = {
         {},
     ),
     # One of the trials has no padding at all.
-    "lora, unlike batches": (llama, [lora(2), lora(3, lora_alpha=1)], {"sizes": (2, 3), "lengths": (4, 7)}),
+    "lora, unlike batches": (
+        llama,
+        [lora(2), lora(3, lora_alpha=1, lora_dropout=0.1)],
+        {"sizes": (2, 3), "lengths": (4, 7)},
+    ),
     "dora": (
         llama,
         [lora(2, use_dora=True), lora(5, ["v_proj", "up_proj"], use_dora=True, lora_dropout=0.1)],
@@ -151,6 +193,7 @@ CASES = {
     ),
     "bias": (llama, [lora(2, lora_bias=True), lora(3, ["o_proj"], lora_bias=True)], {}),
     "tokens": (llama, [lora(rank, trainable_token_indices=[1, 5]) for rank in (2, 3)], {}),
+    "packed": (packed, [lora(2, lora_dropout=0.1), lora(3, ["v_proj", "down_proj"])], {}),
     "ia3": (
         llama,
         [

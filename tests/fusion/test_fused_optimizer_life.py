@@ -235,3 +235,10 @@ def test_an_optimizer_of_the_same_name_from_elsewhere_is_refused():
     models = [nn.Linear(3, 2) for _ in range(2)]
     with pytest.raises(FusionError, match=r"found \[\"transformers's Adafactor\"\]"):
         fuse_optimizers(fuse(models), [Adafactor(model.parameters()) for model in models])
+
+
+def test_the_state_of_a_schedule_with_a_rate_for_each_trial_is_loaded_as_plain_data(tmp_path):
+    optimizer = FusedOptimizer(fuse([nn.Linear(2, 2) for _ in range(2)]), "sgd", lr=[0.1, 0.2])
+    state = torch.optim.lr_scheduler.StepLR(optimizer, 3).state_dict()
+    torch.save(state, tmp_path / "schedule.pt")
+    assert torch.load(tmp_path / "schedule.pt", weights_only=True) == state

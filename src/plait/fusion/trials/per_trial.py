@@ -170,3 +170,5 @@ for _name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"):
     setattr(PerTrial, f"__r{_name}__", _arithmetic(getattr(operator, _name), swapped=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(PerTrial, f"__{_name}__", _comparison(getattr(operator, _name)))
+# States of learning rate schedulers hold some, and torch.load reads only types that it was told of.
+torch.serialization.add_safe_globals([PerTrial])

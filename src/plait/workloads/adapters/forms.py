@@ -42,6 +42,8 @@ class LayerForm:
     is_scaled_by_root: bool = False
     drops: bool = False
     is_feedforward: bool = False
+    # Of a LoRA; a base of packed integers does not say it.
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,7 @@ def _layer_form(layer: Any, adapter: str) -> LayerForm:
         layer.lora_alpha[adapter],
         bool(layer.use_rslora.get(adapter, False)),
         isinstance(layer.lora_dropout[adapter], nn.Dropout),
+        dtype=next(_rank_tensors(layer, adapter)).dtype,
     )
 
 
@@ -347,7 +350,7 @@ def _joined(forms: Sequence[AdapterForm]) -> AdapterForm:
 def _larger(path: str, one: LayerForm, other: LayerForm) -> LayerForm:
     if one.kind != other.kind or one.is_feedforward != other.is_feedforward:
         raise AdapterError(f"the adapters of {path!r} differ in more than rank: {one} and {other}")
-    return replace(one, rank=max(one.rank, other.rank))
+    return replace(one, rank=max(one.rank, other.rank), drops=one.drops or other.drops)
 
 
 def _check_same_settings(first: AdapterForm, form: AdapterForm, number: int) -> None:
@@ -376,7 +379,7 @@ def _add_adapter(model: nn.Module, path: str, target: nn.Module, form: AdapterFo
     layer.set_adapter(list(tuner.active_adapters))
     if form.layers[path].kind == "lora":
         for tensor in _rank_tensors(layer, form.adapter):
-            tensor.zero_()
+            tensor.data = torch.zeros_like(tensor, dtype=form.layers[path].dtype)
         layer.lora_dropout[form.adapter] = nn.Identity()
 
 
