@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import re
 import signal
 import subprocess
@@ -233,23 +232,6 @@ def _go_on(folder: Path) -> None:
     words = ["--resume", "--json", "--set", f"steps={step + 10}", "--set", "epochs=null"]
     resumed = plait("train", "job.yaml", *words, cwd=folder)
     assert json.loads(resumed.stdout)["step"] == step + 10
-
-
-@pytest.mark.usefixtures("real_commands")
-def test_everything_killed_at_once_leaves_no_process_and_status_says_died(folder: Path):
-    process = start(folder)
-    pids = worker_pids(folder)
-    running = plait("train", "job.yaml", "--resume", cwd=folder)
-    assert running.returncode == 2
-    assert "this run is going on already" in running.stderr
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
-    wait_until_gone(pids)
-    status = CliRunner().invoke(app, ["status", str(folder / "runs/t-001")])
-    assert f"{folder}/runs/t-001: died" in status.stdout
-    assert status.stdout.count("ended") == 2
-    nothing = plait("stop", "t", cwd=folder)
-    assert (nothing.returncode, "not running (died)" in nothing.stderr) == (2, True)
 
 
 @pytest.mark.usefixtures("real_commands")

@@ -14,9 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 import plait
 from elastic_soak import ElasticSoak
+from plait.cli import app
 from plait.core import events
 from plait.core.errors import PlaitError
 from plait.core.run_events import WorkersChanged
@@ -28,6 +30,7 @@ from plait.planner import Schedule, save_plan
 from plait.schema.job import make_job
 from plait.training.checkpoint import list_checkpoints, load
 from support import plans
+from support.commands import real_commands
 from support.hosts import Hosts
 from support.training import largest_difference, train_here
 
@@ -206,23 +209,28 @@ def test_a_job_that_averages_takes_workers_in_and_replaces_one_that_is_killed(
     assert load(list_checkpoints(run.checkpoints)[0]).step == made.step
 
 
-@pytest.mark.usefixtures("real_commands")
 def test_when_the_supervisor_is_killed_nothing_is_left_and_the_run_can_be_resumed(tmp_path: Path):
     asked = make_job(job(tmp_path, {"workers": 2, "max_workers": 3}, steps=10_000))
     path = tmp_path / "job.yaml"
     path.write_text(asked.text())
     mark = {"PLAIT_TEST_MARK": str(tmp_path)}
     command = [sys.executable, "-m", "plait", "train", str(path), "-q"]
-    process = subprocess.Popen(command, env={**os.environ, **mark})
+    with real_commands():  # of which the tree of processes is
+        process = subprocess.Popen(command, env={**os.environ, **mark})
     run = RunDir(tmp_path / "runs" / "t-001")
     try:
         ours = _await(lambda: _marked(str(tmp_path)) if list_checkpoints(run.checkpoints) else [])
+        with pytest.raises(PlaitError, match="this run is going on already"):
+            plait.train(asked, resume=True)
         # A joiner is on its way when it happens.
         ask_job(run, {"workers": 3})
     finally:
         process.kill()
         process.wait()
     _await(lambda: not [p for p in ours if p.is_running()] and not _marked(str(tmp_path)))
+    status = CliRunner().invoke(app, ["status", str(run.path)])
+    assert f"{run.path}: died" in status.stdout
+    assert status.stdout.count("ended") >= 2
     kept = load(list_checkpoints(run.checkpoints)[0]).step
     plait.train(job(tmp_path, {"workers": 2, "max_workers": 3}, steps=kept + 5), resume=True)
     assert largest_difference(weights_of(run.path), weights_in_peace(tmp_path, kept + 5)) < 1e-9

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from plait.core.errors import InputError, LaunchError
@@ -123,23 +122,6 @@ def test_settings_that_are_refused_start_no_worker(tmp_path: Path):
         launch_entry("add_ranks", tmp_path, memory, check="entries:refuse")
     assert memory.workers == ()
     assert not (tmp_path / "logs").exists()
-
-
-@pytest.mark.usefixtures("real_commands")
-def test_when_the_agent_is_killed_its_workers_end_too(tmp_path: Path):
-    def kill_agent(memory: Memory) -> None:
-        (agent,) = (p for p in psutil.Process().children() if "plait.launcher.agent" in p.cmdline())
-        agent.kill()
-
-    memory = Memory(kill_agent)
-    with pytest.raises(LaunchError, match="the agent on localhost ended by SIGKILL"):
-        launch_entry("work_until_stopped", tmp_path, memory)
-    end = time.monotonic() + 10
-    while any(psutil.pid_exists(w.pid) for w in memory.workers) and time.monotonic() < end:
-        psutil.wait_procs(
-            [psutil.Process(w.pid) for w in memory.workers if psutil.pid_exists(w.pid)], timeout=1
-        )
-    assert not any(psutil.pid_exists(w.pid) for w in memory.workers)
 
 
 def test_two_jobs_on_one_host_have_stores_of_their_own(tmp_path: Path):

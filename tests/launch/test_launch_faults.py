@@ -126,10 +126,10 @@ def fork_server_of(memory: Memory) -> int:
 
 
 @pytest.mark.usefixtures("real_commands")
-@pytest.mark.parametrize("what", [agent_of, fork_server_of])
-def test_what_starts_workers_takes_them_along_even_where_one_is_stopped(what, tmp_path: Path):
+@pytest.mark.parametrize(("what", "how"), [(agent_of, " by SIGKILL"), (fork_server_of, "")])
+def test_what_starts_workers_takes_them_along_even_where_one_is_stopped(what, how: str, tmp_path: Path):
     memory = Memory(stop_a_worker_and_kill(what))
-    with pytest.raises(LaunchError, match="the agent on localhost ended"):
+    with pytest.raises(LaunchError, match=f"the agent on localhost ended{how}"):
         launch_entry("work_until_stopped", tmp_path, memory)
 
 

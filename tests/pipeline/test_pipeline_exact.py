@@ -107,17 +107,14 @@ def test_interleaved_stages_equal_plain_training(case: Case, world: tuple[Case, 
 
 
 @each(
-    *(Case(model, THREE, kind, steps=6) for model, kind in zip(MODELS[1:], ASYNCHRONOUS)),
-    Case("cnn", THREE, Schedule.STASH, steps=6, vertical_sync=True, optimizer="sgd"),
-    Case("cnn", THREE, Schedule.TWO_BUFFERED, 2, steps=6, optimizer="sgd"),
+    *(Case(model, THREE, kind) for model, kind in zip(MODELS[1:], ASYNCHRONOUS)),
+    Case("cnn", THREE, Schedule.STASH, vertical_sync=True, optimizer="sgd"),
+    Case("cnn", THREE, Schedule.TWO_BUFFERED, 2, optimizer="sgd"),
     more=(
-        *(Case(model, THREE, kind, steps=6) for model, kind in zip(MODELS[1:], ASYNCHRONOUS[::-1])),
-        *(Case("cnn", THREE, kind, steps=6) for kind in ASYNCHRONOUS),
-        *(
-            Case(model, THREE, Schedule.STASH, steps=6, vertical_sync=True, optimizer="sgd")
-            for model in MODELS[1:]
-        ),
-        *(Case(model, THREE, Schedule.TWO_BUFFERED, 2, steps=6, optimizer="sgd") for model in MODELS[1:]),
+        *(Case(model, THREE, kind) for model, kind in zip(MODELS[1:], ASYNCHRONOUS[::-1])),
+        *(Case("cnn", THREE, kind) for kind in ASYNCHRONOUS),
+        *(Case(model, THREE, Schedule.STASH, vertical_sync=True, optimizer="sgd") for model in MODELS[1:]),
+        *(Case(model, THREE, Schedule.TWO_BUFFERED, 2, optimizer="sgd") for model in MODELS[1:]),
     ),
 )
 def test_weight_stashing_equals_the_same_delayed_gradients_in_one_process(
@@ -138,16 +135,16 @@ def test_translation_with_lengths_that_change_equals_one_process(case: Case, wor
 
 
 @each(
-    Case("lstm", (((0, 1, 2), (3,)),), Schedule.ZERO_BUBBLE, microbatches=4, steps=4),
-    Case("transformer", (((0,), (1,)), ((2,), (3,))), Schedule.FLUSH, microbatches=5, steps=4),
+    Case("lstm", (((0, 1, 2), (3,)),), Schedule.ZERO_BUBBLE, microbatches=4),
+    Case("transformer", (((0,), (1,)), ((2,), (3,))), Schedule.FLUSH, microbatches=5),
     Case("lstm", (((0,), (1,)), ((2,), (3,))), Schedule.GPIPE, microbatches=1, steps=3),
-    Case("transformer", (((0,), (1, 2, 3)),), Schedule.FLUSH, microbatches=5, steps=4, clip_norm=0.1),
+    Case("transformer", (((0,), (1, 2, 3)),), Schedule.FLUSH, microbatches=5, clip_norm=0.1),
     more=(
         # The same with other schedules and models, and without clipping.
-        Case("transformer", (((0, 1), (2,), (3,)),), Schedule.FLUSH, microbatches=5, steps=6),
-        Case("lstm", (((0,), (1, 2, 3)),), Schedule.GPIPE, microbatches=5, steps=6),
-        Case("transformer", (((0, 1, 2, 3),),), Schedule.FLUSH, microbatches=6, steps=6, clip_norm=0.1),
-        Case("lstm", (((0,), (1,), (2,), (3,)),), Schedule.FLUSH, steps=6, clip_norm=0.05),
+        Case("transformer", (((0, 1), (2,), (3,)),), Schedule.FLUSH, microbatches=5),
+        Case("lstm", (((0,), (1, 2, 3)),), Schedule.GPIPE, microbatches=5),
+        Case("transformer", (((0, 1, 2, 3),),), Schedule.FLUSH, microbatches=6, clip_norm=0.1),
+        Case("lstm", (((0,), (1,), (2,), (3,)),), Schedule.FLUSH, clip_norm=0.05),
     ),
 )
 def test_replicated_stages_and_pipelines_side_by_side_equal_plain_training(
@@ -179,7 +176,7 @@ def test_replicated_stages_under_stashing_equal_the_same_delayed_gradients(
     assert_same(case, world, tolerance=1e-12, skip=STATISTICS)
 
 
-CLIPPED = {"steps": 4, "optimizer": "sgd", "clip_norm": 0.02}
+CLIPPED = {"optimizer": "sgd", "clip_norm": 0.02}
 
 
 @each(
@@ -199,11 +196,11 @@ EVERYWHERE = frozenset({0, 1, 2})
 
 
 @each(
-    Case("cnn", THREE, Schedule.STASH, steps=6, recompute=frozenset({0, 2})),
-    Case("transformer", THREE, Schedule.ZERO_BUBBLE, steps=4, recompute=EVERYWHERE),
-    Case("transformer", THREE, Schedule.FLUSH, steps=4, depths={0: 4, 1: 3}, hosts=("a", "b", "a")),
-    Case("lstm", THREE, Schedule.STASH, steps=6, depths={0: 5, 1: 3}, hosts=("a", "b", "c")),
-    more=(Case("cnn", THREE, Schedule.FLUSH, steps=6, recompute=EVERYWHERE),),
+    Case("cnn", THREE, Schedule.STASH, recompute=frozenset({0, 2})),
+    Case("transformer", THREE, Schedule.ZERO_BUBBLE, recompute=EVERYWHERE),
+    Case("transformer", THREE, Schedule.FLUSH, depths={0: 4, 1: 3}, hosts=("a", "b", "a")),
+    Case("lstm", THREE, Schedule.STASH, depths={0: 5, 1: 3}, hosts=("a", "b", "c")),
+    more=(Case("cnn", THREE, Schedule.FLUSH, recompute=EVERYWHERE),),
 )
 def test_recompute_deeper_warm_up_and_gloo_between_hosts_change_nothing(
     case: Case, world: tuple[Case, ...]
@@ -231,7 +228,7 @@ def test_dropout_and_dicts_of_integers_give_the_same_whatever_the_schedule_and_t
 
 @each(
     *(
-        Case("made weights", TWO, kind, steps=4, optimizer="sgd")
+        Case("made weights", TWO, kind, optimizer="sgd")
         for kind in (Schedule.FLUSH, Schedule.ZERO_BUBBLE, Schedule.GPIPE)
     )
 )
@@ -239,7 +236,7 @@ def test_weights_that_are_computed_get_their_gradients_in_time(case: Case, world
     assert_same(case, world)
 
 
-SINGLE = {"microbatches": 6, "samples": 6, "steps": 4, "optimizer": "sgd"}
+SINGLE = {"microbatches": 6, "samples": 6, "optimizer": "sgd"}
 
 
 @each(
@@ -277,7 +274,7 @@ def test_workers_that_hold_several_stages_equal_plain_training(case: Case, world
     assert_same(case, world)
 
 
-FEWER = {"steps": 4, "microbatches": 5}
+FEWER = {"microbatches": 5}
 
 
 @each(

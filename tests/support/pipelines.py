@@ -43,26 +43,31 @@ def masked_loss(output: dict[str, Tensor], target: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(output["logits"], target["labels"]) + (output["lengths"] * 0.0).mean()
 
 
+def _seed(seed: int) -> None:
+    """As `torch.manual_seed`, which without a GPU formats the stack for three kinds of them."""
+    torch.default_generator.manual_seed(seed)
+
+
 def images(samples: int, step: int) -> tuple[Any, Any]:
-    torch.manual_seed(100 + step)
+    _seed(100 + step)
     return (torch.randn(samples, 2, 6, 6, dtype=torch.float64),), torch.randint(0, 3, (samples,))
 
 
 def texts(samples: int, step: int) -> tuple[Any, Any]:
     """Sequences whose length changes from step to step."""
-    torch.manual_seed(100 + step)
+    _seed(100 + step)
     tokens = torch.randint(0, 17, (samples, 5 + step % 3))
     return (tokens,), tokens.roll(-1, 1)
 
 
 def sequences(samples: int, step: int) -> tuple[Any, Any]:
-    torch.manual_seed(100 + step)
+    _seed(100 + step)
     return (torch.randn(samples, 5, 4, dtype=torch.float64),), torch.randint(0, 3, (samples,))
 
 
 def sentences(samples: int, step: int) -> tuple[Any, Any]:
     """Padded pairs of sentences; both lengths change from step to step, each by itself."""
-    torch.manual_seed(100 + step)
+    _seed(100 + step)
     sides = []
     for length in (7 + step % 3, 5 + step % 2):
         tokens = torch.randint(4, 17, (samples, length))
@@ -72,7 +77,7 @@ def sentences(samples: int, step: int) -> tuple[Any, Any]:
 
 
 def masked(samples: int, step: int) -> tuple[Any, Any]:
-    torch.manual_seed(100 + step)
+    _seed(100 + step)
     inputs = (torch.randint(0, 11, (samples, 7)), torch.randint(1, 7, (samples,)))
     return inputs, {"labels": torch.randint(0, 3, (samples,))}
 
@@ -98,7 +103,7 @@ class Case:
     schedule: Schedule = Schedule.FLUSH
     microbatches: int = 4
     samples: int = 10
-    steps: int = 8
+    steps: int = 4
     optimizer: str = "adam"
     depths: Mapping[int, int] = field(default_factory=dict)
     vertical_sync: bool = False
