@@ -195,7 +195,7 @@ def _chosen(starts: Floats) -> tuple[Ints, tuple[tuple[float, float], ...]]:
 
 
 def _within(messages: MessageArrays, windows: Sequence[tuple[float, float]]) -> npt.NDArray[np.bool_]:
-    """Which messages were under way in a window."""
+    """Which messages overlap a window."""
     within: npt.NDArray[np.bool_] = np.zeros(len(messages), bool)
     for start, end in windows:
         within |= (messages.ends >= start) & (messages.starts <= end)
