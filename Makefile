@@ -27,7 +27,7 @@ demo: setup
 # Types are checked beside the tests, which often wait.
 test: lint
 	$(MAKE) --jobs 2 types unit
-	$(MAKE) test-unprivileged test-container
+	$(MAKE) --jobs 2 test-unprivileged test-container
 
 lint: setup
 	$(BIN)/ruff check .
@@ -44,12 +44,12 @@ unit: .venv/compiled
 # what depends on a container's limits within these. All tests pass there.
 CONFINED = OMP_NUM_THREADS=1 tests/support/confined.sh
 test-unprivileged: .venv/compiled
-	$(CONFINED) user $(BIN)/pytest -n 3 --dist worksteal -p no:cacheprovider tests/comm/test_groups.py \
+	$(CONFINED) user $(BIN)/pytest -n 2 --dist worksteal -p no:cacheprovider tests/comm/test_groups.py \
 	  tests/comm/test_handshake.py tests/launch/test_launch.py tests/launch/test_launch_faults.py \
 	  tests/launch/test_control.py tests/cli/test_os_errors.py tests/cli/test_status.py
 
 test-container: .venv/compiled
-	$(CONFINED) container $(BIN)/pytest -n 3 --dist worksteal -p no:cacheprovider tests/comm/test_groups.py \
+	$(CONFINED) container $(BIN)/pytest -n 2 --dist worksteal -p no:cacheprovider tests/comm/test_groups.py \
 	  tests/comm/test_channels.py tests/data/test_loaders.py tests/launch/test_control.py
 
 # The wheel in an empty environment: all of it can be imported there, and the tour runs. A minute or two.

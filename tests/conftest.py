@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from support import server
 from support.browser import Browser, missing_for_browser, running_browser
@@ -25,6 +26,10 @@ settings.register_profile(
     "plait", deadline=None, print_blob=True, derandomize=not explores, max_examples=100 if explores else 40
 )
 settings.load_profile("plait")
+if not explores:
+    # Hypothesis would parse every imported module for constants to try, in each worker, and examples would
+    # depend on what happens to be imported.
+    providers._get_local_constants = lambda: providers._local_constants
 
 # Worlds have one thread a rank; so has the process that compares them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -64,15 +69,16 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that `make quick` leaves out: slow ones, and those that start processes.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that `make quick` leaves out, where it asks: slow ones, and those that start processes.
 
     The slowest modules come first.
     """
+    chosen = config.getoption("markexpr")
     for item in items:
-        if is_slow(item):
+        if "slow" in chosen and is_slow(item):
             item.add_marker("slow")
-        if isinstance(item, pytest.Function) and starts_processes(item):
+        if "processes" in chosen and isinstance(item, pytest.Function) and starts_processes(item):
             item.add_marker("processes")
     items[:] = in_order(items)
 
@@ -98,6 +104,12 @@ def _real_commands() -> Iterator[None]:
     """But not those of this test."""
     with real_commands():
         yield
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeps that this process starts draw no curves, which takes a second each."""
+    monkeypatch.setattr("plait.report.sweep.has_extra", lambda package: False)
 
 
 @pytest.fixture

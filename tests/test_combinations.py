@@ -20,7 +20,7 @@ from plait.planner import save_plan
 from plait.planner.schedules.in_flight import Schedule
 from support.plans import planned
 
-pytestmark = pytest.mark.usefixtures("forked_commands")
+pytestmark = pytest.mark.usefixtures("forked_commands", "no_pictures")
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
 DIGITS: dict[str, Any] = {

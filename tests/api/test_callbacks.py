@@ -147,7 +147,7 @@ def told_of(folder: Path, trial: int) -> list[str]:
     return (folder / f"{folder.name}-trial-{trial:04d}.txt").read_text().splitlines()
 
 
-@pytest.mark.usefixtures("forked_commands")
+@pytest.mark.usefixtures("forked_commands", "no_pictures")
 def test_a_sweep_is_given_callbacks_that_are_objects(tmp_path: Path) -> None:
     class Local(Written):
         """Of a function, so that it cannot be imported."""

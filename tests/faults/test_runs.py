@@ -25,7 +25,7 @@ from plait.launcher.run_dir import RunDir
 from plait.training.checkpoint import list_checkpoints, load
 from support.capabilities import may
 
-pytestmark = pytest.mark.usefixtures("forked_commands")
+pytestmark = pytest.mark.usefixtures("forked_commands", "no_pictures")
 
 HERE = str(Path(__file__).parent)
 

@@ -6,6 +6,8 @@ It is for worlds alone: importing it traces models, which takes seconds.
 import os
 
 import torch
+from hypothesis import strategies
+from torch.overrides import resolve_name
 
 from plait.launcher.fork_server import import_all
 from plait.workloads.data.digits import digits
@@ -49,4 +51,6 @@ import_all(
     ]
 )
 digits("train")  # reads the file, which is kept
+resolve_name(torch.add)  # lists all functions of torch, once
+strategies.text().validate()  # tries all characters there are, once in a clone
 os.fsync = lambda descriptor: None  # type: ignore[assignment]  # as in tests/conftest.py

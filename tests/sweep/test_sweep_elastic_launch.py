@@ -22,7 +22,7 @@ from plait.schema.results import SweepResult
 from support.hosts import Hosts
 from support.sweeping import same_table, sweep_here
 
-pytestmark = pytest.mark.usefixtures("forked_commands")
+pytestmark = pytest.mark.usefixtures("forked_commands", "no_pictures")
 
 OVER = {"optimizer.lr": [0.3, 0.1, 0.03, 0.01], "optimizer.momentum": [0.0, 0.9]}
 Act = Callable[["ActsInTurn", tuple[WorkerState, ...]], None]
