@@ -39,7 +39,7 @@ HOME, OWNER = "PLAIT_TESTS_SERVER", "PLAIT_TESTS_OWNER"
 # Identifies the processes that some tests launch.
 MARK = "PLAIT_TEST_LAUNCHED_BY"
 _SESSION = "session-"
-START_S = 100.0
+START_S = 300.0
 LOOK_S = 1.0
 _MAINS = {"plait": "plait.__main__"} | {
     name: name for name in ("plait.launcher.fork_server", "support.xdist_worker")

@@ -46,7 +46,7 @@ def record(worker: Worker, model: str, count: int) -> Row:
     steps(count)
     run_s = time.perf_counter() - started
     operations, messages = len(pipeline.timings.ops), len(pipeline.timings.messages)
-    record_s = [_record_s(pipeline) for _ in range(5)]
+    record_s = statistics.median(_record_s(pipeline) for _ in range(5))
     dist.barrier()
     ours.close()
     return {
