@@ -6,6 +6,7 @@ in a thousand drowns in the noise of two runs.
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from pathlib import Path
