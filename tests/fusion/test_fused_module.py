@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from fused_checks import CLOSE, alone, assert_equals_lone_models, fuse, make_models
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from plait.fusion import FusionError, Shared, group_by_shape
 from plait.fusion.dispatch import random
@@ -447,3 +450,39 @@ def test_chances_and_class_numbers_of_fitting_shapes_are_targets():
         losses = fused.map(F.cross_entropy, outputs, Shared(targets))
         expected = [F.cross_entropy(output, targets) for output in outputs]
         torch.testing.assert_close(losses, torch.stack(expected))
+
+
+class MaskedBefore(nn.Module):
+    """Fills a mask outside of what activation checkpointing computes again; keeps it."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(6, 6), nn.Linear(6, 6), reentrant
+
+    def forward(self, x):
+        self.kept = torch.empty(6, 1)
+        self.kept.bernoulli_(0.5)
+        hidden = self.first(x)
+
+        def rest(h):
+            return (self.second(h) * self.kept.view(1, -1)).tanh()
+
+        if self.reentrant is None:
+            return rest(hidden)
+        return checkpoint(rest, hidden, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_mask_that_is_filled_before_a_checkpoint_is_that_of_the_forward_and_nan_after_it(reentrant):
+    torch.manual_seed(0)
+    made, x = [MaskedBefore(None) for _ in range(2)], torch.randn(2, 4, 6)
+    gradients = []
+    for reentrant_or_none in (None, reentrant):
+        for model in made:
+            model.reentrant = reentrant_or_none
+        fused = fuse(copy.deepcopy(made), seeds=[1, 2])
+        fused(x).square().sum().backward()
+        assert fused.unfused == {}
+        gradients.append([p.grad.clone() for p in fused.module.parameters()])
+        assert fused.module.kept.isnan().all()
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)

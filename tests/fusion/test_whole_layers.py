@@ -13,7 +13,7 @@ from plait.fusion import FusedOptimizer, fuse
 from plait.fusion.dispatch.random import is_kept
 from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch
-from plait.fusion.kernels import low_rank
+from plait.fusion.kernels import low_rank, short_attention
 from plait.fusion.speed import gpu_matmul, gpu_parts, lazy_cast, whole_layers
 from plait.fusion.speed.gpu_matmul import cast_dense
 from plait.fusion.verify.plain_run import drawing_as
@@ -288,3 +288,12 @@ def test_gradients_that_are_parts_of_one_tensor_are_not_copied(monkeypatch):
         (found,) = torch.autograd.grad(gpu_parts.parts_of(whole, lambda x: x.unbind(1)), whole, parts)
         assert torch.equal(found, torch.stack(parts, 1))
         assert (found.data_ptr() == gradient.data_ptr()) is shared
+
+
+def test_gradients_of_attention_lie_in_one_tensor_only_where_its_parts_are_three():
+    queries, keys, values = torch.randn(2, 4, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+    for parts, joined in (((queries, keys, values), True), ((queries, queries, values), False)):
+        made = short_attention._like(*parts)
+        assert len({part.untyped_storage().data_ptr() for part in made}) == (1 if joined else 3)
+    windows = torch.randn(2, 2, 12).unfold(2, 8, 1)
+    assert all(part.stride(3) == 1 for part in short_attention._like(windows, windows, windows))

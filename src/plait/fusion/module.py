@@ -53,6 +53,9 @@ class FusedModule(nn.Module):
         ```
     """
 
+    # That of the forward that is running.
+    _mode: TrialMode | None = None
+
     seeds: Tensor
     ages: Tensor
 
@@ -148,24 +151,33 @@ class FusedModule(nn.Module):
         return _each_leaf(partial(leave_trials, self._trials), outcome)
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def _running(self, filled: Sequence[tuple[Tensor, TrialTensor]] = ()) -> Iterator[None]:
+        """`filled` are what `TrialMode.filled` was where a recomputation begins."""
         shared = self._tensors.shared_slots
-        separation = Separation(shared, self._trials) if shared else None
-        with running(self._again, partial(apply_alone, self._trials)), TrialMode(self._trials, separation):
-            yield
+        separation = Separation(shared, self._trials) if shared or filled else None
+        for pair in filled:
+            assert separation is not None
+            separation.replace(*pair)
+        before, self._mode = self._mode, TrialMode(self._trials, separation)
+        try:
+            with running(self._again, partial(apply_alone, self._trials)), self._mode:
+                yield
+        finally:
+            self._mode = before
 
     def _again(self) -> Callable[[], AbstractContextManager[None]]:
         """A context factory that restores the current state in backward, for activation checkpointing."""
         trials = self._trials
         assert trials.streams is not None
         streams, rows = trials.streams.repeated(), trials.rows
+        filled = () if self._mode is None else self._mode.filled
 
         @contextmanager
         def reopened() -> Iterator[None]:
             before = trials.streams, trials.rows, trials.is_alone
             trials.streams, trials.rows, trials.is_alone = streams.repeated(), rows, False
             try:
-                with self._tensors.installed(), self._running():
+                with self._tensors.installed(), self._running(filled):
                     yield
             finally:
                 trials.streams, trials.rows, trials.is_alone = before

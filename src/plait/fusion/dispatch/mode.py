@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ class TrialMode(TorchFunctionMode):
         self.trials = trials
         self._separation = separation
 
+    @property
+    def filled(self) -> Sequence[tuple[Tensor, TrialTensor]]:
+        """New tensors that were filled with each trial's numbers, with these."""
+        return () if self._separation is None else tuple(self._separation.filled)
+
     def __torch_function__(
         self, func: Function, types: Any, args: Arguments = (), kwargs: Options | None = None
     ) -> Any:
@@ -48,6 +54,8 @@ class TrialMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _RANDOM:
             if func in _DRAWS or func in _LIKE:
+                if not args:
+                    args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
                 return RULES[func](func, (self._with_trials_axis(args[0]), *args[1:]), kwargs)
             if func in NEW:
                 drawn = draw_new(streams_of(self.trials), func, args, kwargs)
@@ -82,15 +90,20 @@ class TrialMode(TorchFunctionMode):
         return RULES[func](func, args, {**kwargs, "query": self._with_trials_axis(kwargs["query"])})
 
     def _fill(self, func: Function, args: Arguments, kwargs: Options) -> Any:
-        """A new tensor that is filled with numbers: each trial's, also where the tensor is used later."""
+        """A new tensor that is filled with numbers: each trial's, also where the tensor is used later.
+
+        The tensor itself becomes NaN: what reads it past the trials, as after the forward, must not go
+        unnoticed.
+        """
         x, *rest = args
-        if not is_whole(x):
+        if not is_whole(x) or not x.is_floating_point():
             return refuse_random(func, args, kwargs)
         own = TrialTensor(x.new_empty((self.trials.count, *x.shape)), self.trials)
         filled = RULES[func](func, (own, *rest), kwargs)
         if self._separation is None:
             self._separation = Separation((), self.trials)
         self._separation.replace(x, filled)
+        x.fill_(math.nan)
         return filled
 
     def _each(self, func: Function, args: Arguments, kwargs: Options) -> Any:

@@ -34,6 +34,7 @@ class Separation:
         self._trials = trials
         # Tensors that were shared at the beginning of the forward, with the trials' copies.
         self._separated: list[tuple[Tensor, TrialTensor]] = []
+        self.filled: list[tuple[Tensor, TrialTensor]] = []
 
     def __call__(self, function: Function, args: Arguments, kwargs: Options) -> tuple[Arguments, Options]:
         """The arguments of a call, with the trials' copies in the place of what is not shared (any more)."""
@@ -54,6 +55,7 @@ class Separation:
     def replace(self, tensor: Tensor, own: TrialTensor) -> None:
         """Use the trials' own values in the place of a tensor, from the next call on."""
         self._separated.append((tensor, own))
+        self.filled.append((tensor, own))
 
     def _separate(self, written: Tensor) -> None:
         """Give each trial a copy of the shared tensors in the memory that is about to be written."""

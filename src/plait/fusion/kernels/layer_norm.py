@@ -32,7 +32,7 @@ def _rows_of(start, rows, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
     offs_r = start + tl.arange(0, BLOCK_R)
     offs_c = tl.arange(0, BLOCK_C)
     mask = (offs_r < rows)[:, None] & (offs_c < channels)[None, :]
-    row = tl.program_id(0).to(tl.int64) * rows + offs_r
+    row = tl.program_id(1).to(tl.int64) * rows + offs_r
     return row[:, None] * channels + offs_c[None, :], mask, row
 
 
@@ -41,7 +41,7 @@ def _own(ptr, channels, HAS: tl.constexpr, BLOCK_C: tl.constexpr, other: tl.cons
     """The trial's weight or bias, to broadcast."""
     offs_c = tl.arange(0, BLOCK_C)
     if HAS:
-        at = ptr + tl.program_id(0) * channels + offs_c
+        at = ptr + tl.program_id(1) * channels + offs_c
         return tl.load(at, mask=offs_c < channels, other=0.0).to(tl.float32)[None, :]
     return tl.full((1, BLOCK_C), other, tl.float32)
 
@@ -54,7 +54,7 @@ def _forward(
 ):  # fmt: skip
     weight = _own(weight_ptr, channels, HAS_WEIGHT, BLOCK_C, 1.0)
     bias = _own(bias_ptr, channels, HAS_BIAS, BLOCK_C, 0.0)
-    start = tl.program_id(1) * BLOCK_R
+    start = tl.program_id(0) * BLOCK_R
     at, mask, row = _rows_of(start, rows, channels, BLOCK_R, BLOCK_C)
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
     real = start + tl.arange(0, BLOCK_R) < rows
@@ -78,7 +78,7 @@ def _backward(
     weight = _own(weight_ptr, channels, HAS_WEIGHT, BLOCK_C, 1.0)
     dw = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     db = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    for start in range(tl.program_id(1) * BLOCK_R, rows, tl.num_programs(1) * BLOCK_R):
+    for start in range(tl.program_id(0) * BLOCK_R, rows, tl.num_programs(0) * BLOCK_R):
         at, mask, row = _rows_of(start, rows, channels, BLOCK_R, BLOCK_C)
         real = start + tl.arange(0, BLOCK_R) < rows
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -95,7 +95,7 @@ def _backward(
             dx -= (tl.sum(of_normal, 1) / channels)[:, None]
         tl.store(dx_ptr + at, (dx * inverse).to(dx_ptr.dtype.element_ty), mask=mask)
     offs_c = tl.arange(0, BLOCK_C)
-    to = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * channels + offs_c
+    to = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * channels + offs_c
     if HAS_WEIGHT:
         tl.store(dw_ptr + to, tl.sum(dw, 0), mask=offs_c < channels)
     if HAS_BIAS:
@@ -108,7 +108,7 @@ def _tile(rows: int, channels: int) -> dict[str, int]:
     return {"BLOCK_R": down, "BLOCK_C": across, "num_warps": 8 if across * down > 2048 else 4}
 
 
-class _Norm(torch.autograd.Function):
+class _RowsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -126,7 +126,7 @@ class _Norm(torch.autograd.Function):
         ctx.eps = eps
         size = _tile(rows, channels)
         if y.numel():
-            _forward[(trials, triton.cdiv(rows, size["BLOCK_R"]))](
+            _forward[(triton.cdiv(rows, size["BLOCK_R"]), trials)](
                 x, weight, bias, y, mean, inverse, rows, channels, eps, **ctx.options, **size
             )
         ctx.save_for_backward(x, weight, bias, mean, inverse)
@@ -141,9 +141,9 @@ class _Norm(torch.autograd.Function):
         size = _tile(rows, channels)
         shares = max(1, min(triton.cdiv(rows, size["BLOCK_R"]), _PROGRAMS // trials))
         dx = torch.empty_like(x)
-        dw, db = (torch.empty(trials, shares, channels, device=x.device) for _ in range(2))
+        dw, db = (torch.zeros(trials, shares, channels, device=x.device) for _ in range(2))
         if dx.numel():
-            _backward[(trials, shares)](
+            _backward[(shares, trials)](
                 dy.contiguous(), x, weight, mean, inverse, dx, dw, db, rows, channels, **ctx.options, **size
             )
         sums = (
@@ -176,5 +176,5 @@ def trial_norm(
     """
     parts = (None if part is None else part.contiguous() for part in (weight, bias))
     # As alone, x may be written in place later if the norm is that of a cast.
-    y: Tensor = _Norm.apply(x.to(kind).contiguous(), *parts, eps, centred, kind)
+    y: Tensor = _RowsNorm.apply(x.to(kind).contiguous(), *parts, eps, centred, kind)
     return y

@@ -29,8 +29,8 @@ WIDTHS = (16, 32, 64, 128)
 @triton.jit
 def _at(batch_stride, head_stride, row_stride, heads, length, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Where this program's rows of a tensor are, and which of them exist."""
-    batch, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
-    offs = tl.arange(0, BLOCK)
+    batch, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+    offs = tl.arange(0, BLOCK).to(tl.int64)
     first = batch * batch_stride + head * head_stride
     return first + offs[:, None] * row_stride + tl.arange(0, WIDTH)[None, :], (offs < length)[:, None]
 
@@ -152,10 +152,21 @@ def _like(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     ends = [part.storage_offset() + _extent(part) for part in parts]
     together = sum(part.numel() for part in parts)
     joined = len({(part.untyped_storage().data_ptr(), part.stride(), part.shape) for part in parts}) == 1
-    if not joined or max(ends) - first != together:
-        return [torch.empty_like(part) for part in parts]
+    distinct = len({part.storage_offset() for part in parts}) == len(parts)
+    if not joined or not distinct or max(ends) - first != together or _overlaps(q):
+        return [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in parts]
     whole = q.new_empty(together)
     return [whole.as_strided(part.shape, part.stride(), part.storage_offset() - first) for part in parts]
+
+
+def _overlaps(part: Tensor) -> bool:
+    """Whether some of its elements may lie in the same place."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(part.stride(), part.shape) if size > 1):
+        if stride < expected:
+            return True
+        expected = stride * (size - 1) + expected
+    return False
 
 
 def _extent(part: Tensor) -> int:

@@ -230,7 +230,8 @@ def _rows_norm(x: TrialTensor, given: Options, widens: bool) -> TrialTensor | No
 
     if len(kinds) > 1 or x.dim() < 2 or x.shape[-1] > MOST_CHANNELS:
         return None
-    eps = torch.finfo(x.dtype).eps if given["eps"] is None else given["eps"]
+    # Torch computes in float32, whatever x is.
+    eps = torch.finfo(torch.float32).eps if given["eps"] is None else given["eps"]
     rows = x.stacked.reshape(x.trials.count, -1, x.shape[-1])
     weight, bias = parts
     y = trial_norm(rows, weight, bias, eps, "bias" in given, wide)

@@ -201,6 +201,8 @@ def cut(function: Function, args: Arguments, kwargs: Options) -> Any:
             return wrap(function(x.stacked, dim, *args[2:], **rest), x.trials)
         return wrap(parts_of(x.stacked, lambda whole: function(whole, dim, **rest)), x.trials)
     dim = shift(args[2] if len(args) > 2 else kwargs.get("dim", 0))
+    if name == "tensor_split":  # its parts may be written in place
+        return wrap(function(x.stacked, *args[1:2], dim=dim, **rest), x.trials)
     return wrap(parts_of(x.stacked, lambda whole: function(whole, *args[1:2], dim=dim, **rest)), x.trials)
 
 

@@ -68,7 +68,8 @@ class SingleTrialMode(TorchFunctionMode):
         self, func: Function, types: Any, args: Arguments = (), kwargs: Options | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _DROPOUTS or (func in _LIKE and kwargs.get("generator") is None):
+        given = kwargs.get("generator") is not None or kwargs.get("out") is not None
+        if func in _DROPOUTS or (func in _LIKE and not given):
             return self._by_rule(func, args, kwargs)
         if func in NEW and kwargs.get("generator") is None:
             drawn = draw_new(self.streams, func, args, kwargs)[0]
