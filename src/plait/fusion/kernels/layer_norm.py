@@ -19,7 +19,7 @@ try:
 except ImportError:
     from plait.fusion.kernels import triton_stub as triton
 
-# A program holds this many values of its rows at a time, and no norm has more channels.
+# A program holds about this many values at a time: some rows, or one.
 _TILE = 4096
 MOST_CHANNELS = 8192
 # Enough programs to fill a GPU several times.
@@ -117,10 +117,9 @@ class _RowsNorm(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         centred: bool,
-        kind: torch.dtype,
     ) -> Tensor:
         trials, rows, channels = x.shape
-        y = torch.empty_like(x, dtype=kind)
+        y = torch.empty_like(x)
         mean, inverse = (torch.empty(trials, rows, device=x.device) for _ in range(2))
         ctx.options = {"CENTRED": centred, "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
         ctx.eps = eps
@@ -141,7 +140,9 @@ class _RowsNorm(torch.autograd.Function):
         size = _tile(rows, channels)
         shares = max(1, min(triton.cdiv(rows, size["BLOCK_R"]), _PROGRAMS // trials))
         dx = torch.empty_like(x)
-        dw, db = (torch.zeros(trials, shares, channels, device=x.device) for _ in range(2))
+        # Without rows no program writes them.
+        make = torch.empty if dx.numel() else torch.zeros
+        dw, db = (make(trials, shares, channels, device=x.device) for _ in range(2))
         if dx.numel():
             _backward[(shares, trials)](
                 dy.contiguous(), x, weight, mean, inverse, dx, dw, db, rows, channels, **ctx.options, **size
@@ -149,7 +150,7 @@ class _RowsNorm(torch.autograd.Function):
         sums = (
             None if own is None else part.sum(1).to(own.dtype) for own, part in ((weight, dw), (bias, db))
         )
-        return dx, *sums, None, None, None
+        return dx, *sums, None, None
 
 
 def _by_torch(ctx: Any, dy: Tensor) -> Any:
@@ -164,7 +165,7 @@ def _by_torch(ctx: Any, dy: Tensor) -> Any:
     y = y if bias is None else y + bias.unsqueeze(1)
     inputs = [part for part, asked in zip((x, weight, bias), ctx.needs_input_grad) if asked]
     found = iter(torch.autograd.grad(y, inputs, dy.to(y.dtype), create_graph=True))
-    return *(next(found) if asked else None for asked in ctx.needs_input_grad[:3]), None, None, None
+    return *(next(found) if asked else None for asked in ctx.needs_input_grad[:3]), None, None
 
 
 def trial_norm(
@@ -176,5 +177,5 @@ def trial_norm(
     """
     parts = (None if part is None else part.contiguous() for part in (weight, bias))
     # As alone, x may be written in place later if the norm is that of a cast.
-    y: Tensor = _RowsNorm.apply(x.to(kind).contiguous(), *parts, eps, centred, kind)
+    y: Tensor = _RowsNorm.apply(x.to(kind).contiguous(), *parts, eps, centred)
     return y

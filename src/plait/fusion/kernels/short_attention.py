@@ -36,6 +36,14 @@ def _at(batch_stride, head_stride, row_stride, heads, length, BLOCK: tl.constexp
 
 
 @triton.jit
+def _rows(
+    ptr, batch_stride, head_stride, row_stride, heads, length, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    at, real = _at(batch_stride, head_stride, row_stride, heads, length, BLOCK, WIDTH)
+    return tl.load(ptr + at, mask=real, other=0.0)
+
+
+@triton.jit
 def _scores(q, k, scale, keys, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     offs_q, offs_k = tl.arange(0, BLOCK_Q)[:, None], tl.arange(0, BLOCK_K)[None, :]
     sees = offs_k < keys
@@ -52,18 +60,15 @@ def _forward(
     q0, q1, q2, k0, k1, k2, v0, v1, v2, o0, o1, o2,
     CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    at_q, in_q = _at(q0, q1, q2, heads, queries, BLOCK_Q, WIDTH)
-    at_k, in_k = _at(k0, k1, k2, heads, keys, BLOCK_K, WIDTH)
-    at_v, in_v = _at(v0, v1, v2, heads, keys, BLOCK_K, WIDTH)
-    at_o, in_o = _at(o0, o1, o2, heads, queries, BLOCK_Q, WIDTH)
-    q = tl.load(q_ptr + at_q, mask=in_q, other=0.0)
-    k = tl.load(k_ptr + at_k, mask=in_k, other=0.0)
-    v = tl.load(v_ptr + at_v, mask=in_v, other=0.0)
+    q = _rows(q_ptr, q0, q1, q2, heads, queries, BLOCK_Q, WIDTH)
+    k = _rows(k_ptr, k0, k1, k2, heads, keys, BLOCK_K, WIDTH)
+    v = _rows(v_ptr, v0, v1, v2, heads, keys, BLOCK_K, WIDTH)
     scores = _scores(q, k, scale, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     top = tl.max(scores, 1)
     chance = tl.exp(scores - top[:, None])
     total = tl.sum(chance, 1)
     o = tl.dot(chance.to(v.dtype), v) / total[:, None]
+    at_o, in_o = _at(o0, o1, o2, heads, queries, BLOCK_Q, WIDTH)
     tl.store(o_ptr + at_o, o.to(v.dtype), mask=in_o)
     offs = tl.arange(0, BLOCK_Q)
     tl.store(lse_ptr + tl.program_id(0) * queries + offs, top + tl.log(total), mask=offs < queries)
@@ -75,14 +80,10 @@ def _backward(
     q0, q1, q2, k0, k1, k2, v0, v1, v2, o0, o1, o2, dq0, dq1, dq2, dk0, dk1, dk2, dv0, dv1, dv2,
     CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    at_q, in_q = _at(q0, q1, q2, heads, queries, BLOCK_Q, WIDTH)
-    at_k, in_k = _at(k0, k1, k2, heads, keys, BLOCK_K, WIDTH)
-    at_v, in_v = _at(v0, v1, v2, heads, keys, BLOCK_K, WIDTH)
-    at_o, in_o = _at(o0, o1, o2, heads, queries, BLOCK_Q, WIDTH)
-    q = tl.load(q_ptr + at_q, mask=in_q, other=0.0)
-    k = tl.load(k_ptr + at_k, mask=in_k, other=0.0)
-    v = tl.load(v_ptr + at_v, mask=in_v, other=0.0)
-    do = tl.load(do_ptr + at_o, mask=in_o, other=0.0)
+    q = _rows(q_ptr, q0, q1, q2, heads, queries, BLOCK_Q, WIDTH)
+    k = _rows(k_ptr, k0, k1, k2, heads, keys, BLOCK_K, WIDTH)
+    v = _rows(v_ptr, v0, v1, v2, heads, keys, BLOCK_K, WIDTH)
+    do = _rows(do_ptr, o0, o1, o2, heads, queries, BLOCK_Q, WIDTH)
     offs = tl.arange(0, BLOCK_Q)
     lse = tl.load(lse_ptr + tl.program_id(0) * queries + offs, mask=offs < queries, other=float("inf"))
     chance = tl.exp(_scores(q, k, scale, keys, CAUSAL, BLOCK_Q, BLOCK_K) - lse[:, None])
@@ -90,9 +91,9 @@ def _backward(
     mean = tl.sum(of_chance * chance, 1)
     of_scores = (chance * (of_chance - mean[:, None]) * scale).to(q.dtype)
     dv = tl.dot(tl.trans(chance.to(q.dtype)), do)
-    at_dq, _ = _at(dq0, dq1, dq2, heads, queries, BLOCK_Q, WIDTH)
-    at_dk, _ = _at(dk0, dk1, dk2, heads, keys, BLOCK_K, WIDTH)
-    at_dv, _ = _at(dv0, dv1, dv2, heads, keys, BLOCK_K, WIDTH)
+    at_dq, in_q = _at(dq0, dq1, dq2, heads, queries, BLOCK_Q, WIDTH)
+    at_dk, in_k = _at(dk0, dk1, dk2, heads, keys, BLOCK_K, WIDTH)
+    at_dv, in_v = _at(dv0, dv1, dv2, heads, keys, BLOCK_K, WIDTH)
     tl.store(dv_ptr + at_dv, dv.to(q.dtype), mask=in_v)
     tl.store(dq_ptr + at_dq, tl.dot(of_scores, k).to(q.dtype), mask=in_q)
     tl.store(dk_ptr + at_dk, tl.dot(tl.trans(of_scores), q).to(q.dtype), mask=in_k)
