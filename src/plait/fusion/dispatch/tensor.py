@@ -8,7 +8,7 @@ Operations without a rule use torch.func.vmap, or a loop over the trials.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -24,15 +24,19 @@ from plait.fusion.dispatch.registry import (
     Rule,
 )
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.speed.lazy_cast import PendingCast
-from plait.fusion.speed.lazy_norm import PendingNorm
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import PerTrial, on_device
 
-# What is computed when it is known what for.
-Pending = PendingNorm | PendingCast
 # Key in the memo of a deep copy: the trial that is copied.
 OF_TRIAL = "plait.fusion.trial"
+
+
+class Pending(Protocol):
+    """What is computed when it is known what for; `like` has the shape of the outcome, trials first."""
+
+    @property
+    def like(self) -> Tensor: ...
+    def outcome(self) -> Tensor: ...
 
 
 class Trials:
@@ -89,13 +93,18 @@ class TrialTensor(torch.Tensor):
         """The tensors of all trials: (trials, *shape)."""
         if self._stacked is None:
             assert self.pending is not None
-            self._stacked, self.pending = self.pending.outcome(), None
+            self.resolve(self.pending.outcome())
+            assert self._stacked is not None
         if self._stacked.size(0) != self.trials.count:
             raise FusionError(
                 f"{user_line()}\n  uses a tensor kept from when the model had {self._stacked.shape[0]} "
                 f"trials; now it has {self.trials.count}, so clear what the model keeps between forwards"
             )
         return self._stacked
+
+    def resolve(self, stacked: Tensor) -> None:
+        """Set what was pending."""
+        self._stacked, self.pending = stacked, None
 
     # Known here, as rules and modules ask for them many times a step, and torch would look for a rule first.
 

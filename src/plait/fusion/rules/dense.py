@@ -14,14 +14,15 @@ from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap,
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.speed.cpu_matmul import dense
+from plait.fusion.speed.lazy_rows import pending_dense, read_by_dense
 
 
 @rule("linear")
 def linear(function: Function, args: Arguments, kwargs: Options) -> Any:
     given = arguments_of("input weight bias", {"bias": None}, args, kwargs)
     x, weight, bias = given["input"], given["weight"], given["bias"]
-    trials = trials_of(x, weight, bias)
     if not isinstance(weight, TrialTensor):
+        trials = trials_of(x, bias)
         shared = None if isinstance(bias, TrialTensor) else bias
         if isinstance(x, TrialTensor):
             product = wrap(rows_linear(x.stacked, weight, shared), trials)
@@ -30,9 +31,15 @@ def linear(function: Function, args: Arguments, kwargs: Options) -> Any:
         return product if shared is bias else product + bias
     if weight.dim() != 2 or x.dim() == 0:
         return vmap_rule(function, args, kwargs)
+    trials, of_each = weight.trials, weight.stacked
     if not isinstance(x, TrialTensor):
-        return TrialTensor(_shared_input(x, weight.stacked, bias, trials), trials)
-    return TrialTensor(batched_linear(x.stacked, weight.stacked, _bias(bias, trials)), trials)
+        return TrialTensor(_shared_input(x, of_each, bias, trials), trials)
+    inner = x.stacked if x.pending is None else read_by_dense(x)
+    own = bias.stacked if isinstance(bias, TrialTensor) else _bias(bias, trials)
+    pending = pending_dense(inner, of_each, own)
+    if pending is not None:
+        return TrialTensor(pending.like, trials, pending)
+    return TrialTensor(batched_linear(inner, of_each, own), trials)
 
 
 def _bias(bias: Any, trials: Trials) -> Tensor | None:

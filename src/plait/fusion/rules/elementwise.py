@@ -19,12 +19,14 @@ from plait.fusion.dispatch.registry import (
     arguments_of,
     getter,
     rule,
+    spellings,
     takes_per_trial,
 )
 from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.speed.lazy_cast import pending_cast
 from plait.fusion.speed.lazy_norm import PendingNorm
+from plait.fusion.speed.lazy_rows import PendingDense, pending_sum
 from plait.fusion.trials.per_trial import PerTrial, on_device
 
 _UNARY = (
@@ -53,6 +55,7 @@ _SEVERAL = (
 )
 
 
+_ADDS = frozenset(spellings(("add", "__add__", "__radd__")))
 # Numbers of these types need no alignment with a tensor; a `PerTrial` has another type.
 _NUMBERS = frozenset((int, float, bool))
 
@@ -74,6 +77,9 @@ def unary(function: Function, args: Arguments, kwargs: Options) -> Any:
 def elementwise(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A function of several tensors that broadcast after the trials axis."""
     if len(args) == 2 and not kwargs and type(x := args[0]) is type(y := args[1]) is TrialTensor:
+        waits = (x.pending is not None or y.pending is not None) and function in _ADDS
+        if waits and (pending := pending_sum(x, y)) is not None:
+            return TrialTensor(pending.like, x.trials, pending)
         one, other = x.stacked, y.stacked
         if one.dim() == other.dim():  # nothing to align; most calls
             outcome = function(one, other)
@@ -240,15 +246,48 @@ def new(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 @rule("relu")
 def relu(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """A ReLU directly after a pending batch norm is fused with it."""
+    """A ReLU directly after a pending batch norm or dense layer is fused with it."""
+    if args[0].pending is None:
+        return unary(function, args, kwargs)
     given = arguments_of("input inplace", {"inplace": False}, args, kwargs)
     joined = _join_norm(given["input"], 0.0, given["inplace"])
+    joined = _join_dense("relu", given) if joined is None else joined
     return unary(function, args, kwargs) if joined is None else joined
+
+
+@rule("silu", "gelu")
+def smooth(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """A SiLU or GELU directly after a pending dense layer is fused with it."""
+    if args[0].pending is None:
+        return unary(function, args, kwargs)
+    if function.__name__ == "silu":
+        joined = _join_dense("silu", arguments_of("input inplace", {"inplace": False}, args, kwargs))
+    else:
+        given = arguments_of("input approximate", {"approximate": "none"}, args, kwargs)
+        kind = {"none": "gelu", "tanh": "gelu tanh"}.get(given["approximate"])
+        joined = None if kind is None else _join_dense(kind, {"inplace": False, **given})
+    return unary(function, args, kwargs) if joined is None else joined
+
+
+def _join_dense(kind: str, given: Options) -> TrialTensor | None:
+    """The activation of a pending dense layer; None if there is none, or its bias cannot wait for it."""
+    x = given["input"]
+    ready = isinstance(x.pending, PendingDense) and x.pending.product.is_contiguous()
+    if not ready or not torch.is_grad_enabled():
+        return None
+    outcome = x.pending.activated(kind)
+    if not given["inplace"]:
+        return TrialTensor(outcome, x.trials)
+    x.resolve(outcome)
+    made: TrialTensor = x
+    return made
 
 
 @rule("leaky_relu")
 def leaky_relu(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A leaky ReLU directly after a pending batch norm is fused with it."""
+    if args[0].pending is None:
+        return unary(function, args, kwargs)
     defaults = {"negative_slope": 0.01, "inplace": False}
     given = arguments_of("input negative_slope inplace", defaults, args, kwargs)
     joined = _join_norm(given["input"], given["negative_slope"], given["inplace"])

@@ -17,6 +17,7 @@ from plait.fusion.kernels import can_run_on
 from plait.fusion.rules.convolution import fold_channels, unfold_channels
 from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.speed.lazy_norm import PendingNorm
+from plait.fusion.speed.lazy_rows import pending_row_norm
 from plait.fusion.trials.batch_axis import require_rows_first
 from plait.fusion.trials.padding import masked_norm
 from plait.fusion.trials.per_trial import PerTrial, one_each
@@ -193,7 +194,7 @@ def layer_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     names = "input normalized_shape weight bias eps"
     given = arguments_of(names, {"weight": None, "bias": None, "eps": 1e-5}, args, kwargs)
     trials = trials_of(*given.values())
-    x = wrap(unwrap(given["input"], trials), trials)
+    x = _of_trials(given["input"], trials)
     if not _has_own(given["weight"], given["bias"]):
         options = {name: given[name] for name in names.split()[1:]}
         return wrap(F.layer_norm(x.stacked, **options), trials)
@@ -208,7 +209,7 @@ def rms_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     names = "input normalized_shape weight eps"
     given = arguments_of(names, {"weight": None, "eps": None}, args, kwargs)
     trials = trials_of(*given.values())
-    x = wrap(unwrap(given["input"], trials), trials)
+    x = _of_trials(given["input"], trials)
     if not _has_own(given["weight"]):
         return wrap(F.rms_norm(x.stacked, given["normalized_shape"], given["weight"], given["eps"]), trials)
     if (fast := _rows_norm(x, given, False)) is not None:
@@ -217,24 +218,35 @@ def rms_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     return wrap(_affine(normal, given["weight"], None, x), trials)
 
 
+def _of_trials(x: Tensor, trials: Trials) -> TrialTensor:
+    return x if isinstance(x, TrialTensor) else TrialTensor(unwrap(x, trials), trials)
+
+
 def _rows_norm(x: TrialTensor, given: Options, widens: bool) -> TrialTensor | None:
     """A norm over the last axis by our kernels, in float32 if it `widens`; None if they do not support it."""
+    if not can_run_on(x.stacked if x.pending is None else x.pending.like):
+        return None
     own = [given.get(name) for name in ("weight", "bias")]
     parts = [None if part is None else part.stacked for part in own if part is None or _has_own(part)]
     wide = torch.float32 if widens else x.dtype
     kinds = {wide, *(part.dtype for part in parts if part is not None)}
     axis = tuple(given["normalized_shape"]) == x.shape[-1:]
-    if not can_run_on(x.stacked) or len(parts) < 2 or not axis or torch.float64 in {x.dtype, *kinds}:
+    if len(parts) < 2 or not axis or torch.float64 in {x.dtype, *kinds}:
         return None
-    from plait.fusion.kernels.layer_norm import MOST_CHANNELS, trial_norm  # needs Triton
+    from plait.fusion.kernels.sum_norm import MOST_CHANNELS, Norm, sum_norm  # needs Triton
 
     if len(kinds) > 1 or x.dim() < 2 or x.shape[-1] > MOST_CHANNELS:
         return None
     # Torch computes in float32, whatever x is.
     eps = torch.finfo(torch.float32).eps if given["eps"] is None else given["eps"]
-    rows = x.stacked.reshape(x.trials.count, -1, x.shape[-1])
     weight, bias = parts
-    y = trial_norm(rows, weight, bias, eps, "bias" in given, wide)
+    centred = "bias" in given
+    pending = pending_row_norm(x, weight, bias, eps, centred) if widens else None
+    if pending is not None:
+        return TrialTensor(pending.like, x.trials, pending)
+    # As alone, x may be written in place later if the norm is that of a cast.
+    rows = x.stacked.reshape(x.trials.count, -1, x.shape[-1]).to(wide).contiguous()
+    (y,) = sum_norm(rows, None, None, Norm(eps, centred, (wide,)), weight, bias)
     return TrialTensor(y.view(x.stacked.shape), x.trials)
 
 

@@ -18,33 +18,27 @@ _LEAST_PADDED, _ROUND = 4096, 8
 
 
 class _CastDense(torch.autograd.Function):
-    """x w^T + b for each trial, with gradients in the precision of x, w and b.
+    """x w^T for each trial, with gradients in the precision of x and w.
 
     It is computed from casts of x and w, which are arguments, too: they alone are kept for backward, and
     second derivatives pass through them.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, half: Tensor, own: Tensor
-    ) -> Tensor:
-        ctx.kinds = x.dtype, weight.dtype, None if bias is None else bias.dtype
+    def forward(ctx: Any, x: Tensor, weight: Tensor, half: Tensor, own: Tensor) -> Tensor:
+        ctx.kinds = x.dtype, weight.dtype
         ctx.width = weight.shape[1]
         ctx.save_for_backward(half, own)
-        if bias is None:
-            return _without_padding(torch.bmm(half, own.mT), ctx.width)
-        y = _fill_rows(_padded(bias, half.dtype), half.shape[1])
-        return _without_padding(y.baddbmm_(half, own.mT), ctx.width)
+        return _without_padding(torch.bmm(half, own.mT), ctx.width)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         half, own = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.kinds
-        db = dy.sum(1, dtype=of_bias) if ctx.needs_input_grad[2] else None
+        of_x, of_weight = ctx.kinds
         dy = _with_padding(dy, own.shape[1])
         dx = _product(dy, own, of_x) if ctx.needs_input_grad[0] else None
         dw = _product(dy.mT, half, of_weight)[:, : ctx.width] if ctx.needs_input_grad[1] else None
-        return dx, dw, db, None, None
+        return dx, dw, None, None
 
 
 class _Padded(torch.autograd.Function):
@@ -62,12 +56,12 @@ class _Padded(torch.autograd.Function):
         return gradient[:, : ctx.width].to(ctx.kind), None
 
 
-def _padded(own: Tensor, kind: torch.dtype) -> Tensor:
-    """A weight (trials, width, channels) or a bias (trials, width) in another precision, zeros after it."""
-    width = own.shape[1]
+def _padded(weight: Tensor, kind: torch.dtype) -> Tensor:
+    """A weight (trials, width, channels) in another precision, zeros after it."""
+    width = weight.shape[1]
     if width < _LEAST_PADDED or width % _ROUND == 0:
-        return own.to(kind)
-    padded: Tensor = _Padded.apply(own, kind)  # type: ignore[no-untyped-call]
+        return weight.to(kind)
+    padded: Tensor = _Padded.apply(weight, kind)  # type: ignore[no-untyped-call]
     return padded
 
 
@@ -100,26 +94,27 @@ def _product(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
     return torch.bmm(a, b).to(kind)
 
 
-def _fill_rows(bias: Tensor, rows: int) -> Tensor:
-    """A row for each trial, `rows` times; torch's copy writes one number at a time."""
-    if not can_run_on(bias):
-        return bias.unsqueeze(1).repeat(1, rows, 1)
-    from plait.fusion.kernels.rows import repeated  # needs Triton
-
-    return repeated(bias, rows)
-
-
 def gpu_dense(x_tbc: Tensor, weight_toc: Tensor, bias_to: Tensor | None) -> Tensor | None:
     """x W^T + b for each trial; None if this has no advantage."""
+    kind = cast_kind(x_tbc, weight_toc, bias_to)
+    return None if kind is None else cast_dense(x_tbc, weight_toc, bias_to, kind)
+
+
+def cast_kind(*operands: Tensor | None) -> torch.dtype | None:
+    """The precision of a dense layer that trains under autocast; None for others."""
     if not torch.is_autocast_enabled("cuda") or not torch.is_grad_enabled():
         return None
-    kinds = {tensor.dtype for tensor in (x_tbc, weight_toc, bias_to) if tensor is not None}
-    if torch.float64 in kinds:  # autocast does not cast it
-        return None
-    return cast_dense(x_tbc, weight_toc, bias_to, torch.get_autocast_dtype("cuda"))
+    is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in operands)
+    return None if is_double else torch.get_autocast_dtype("cuda")  # which does not cast doubles
 
 
 def cast_dense(x: Tensor, weight: Tensor, bias: Tensor | None, kind: torch.dtype) -> Tensor:
     """x W^T + b for each trial, computed in the precision `kind`."""
-    y: Tensor = _CastDense.apply(x, weight, bias, x.to(kind), _padded(weight, kind))  # type: ignore[no-untyped-call]
-    return y
+    y: Tensor = _CastDense.apply(x, weight, x.to(kind), _padded(weight, kind))  # type: ignore[no-untyped-call]
+    if bias is None:
+        return y
+    if not can_run_on(y):
+        return y + bias.to(kind).unsqueeze(1)
+    from plait.fusion.kernels.activation import biased  # needs Triton
+
+    return biased(y, bias)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.fusion.dispatch import alias_links
-from plait.fusion.errors import FusionError
 from plait.fusion.kernels import can_run_on
+from plait.fusion.speed.lazy_reads import Watched, like_of
 
 # Below, a cast costs less than to think about it.
 _LEAST_ELEMENTS = 1 << 20
@@ -21,22 +20,13 @@ View = Callable[[Tensor], Tensor]
 class _Cast:
     """A cast of `source`, trials first, to float32; `made` is its result, once something needs it."""
 
-    source: Tensor
-    mark: tuple[int, int]
+    source: Watched
     grad: bool
     made: Tensor | None = None
 
     def current(self) -> Tensor:
         """The result if there is one, else the tensor to be cast, unchanged since then."""
-        if self.made is not None:
-            return self.made
-        # A write through `.data` does not change the version.
-        if _mark(self.source) != self.mark or self in alias_links.readers_of_written:
-            raise FusionError(
-                "a tensor was written in place after it was cast by float(), before that was used; write the "
-                "in-place operation out of place"
-            )
-        return self.source
+        return self.source.unwritten() if self.made is None else self.made
 
     def outcome(self) -> Tensor:
         if self.made is None:
@@ -77,7 +67,8 @@ class PendingCast:
         if seen.untyped_storage()._cdata != self.cast.current().untyped_storage()._cdata:
             return None
         grad = self.grad and torch.is_grad_enabled()
-        return PendingCast(self.cast, lambda tensor: view(inner(tensor)), _like(seen), grad)
+        like = like_of(seen.shape, torch.float32, seen.device)
+        return PendingCast(self.cast, lambda tensor: view(inner(tensor)), like, grad)
 
 
 def pending_cast(source: Tensor) -> PendingCast | None:
@@ -86,15 +77,6 @@ def pending_cast(source: Tensor) -> PendingCast | None:
     if not half or source.numel() < _LEAST_ELEMENTS or source.is_inference() or not can_run_on(source):
         return None
     grad = torch.is_grad_enabled()
-    cast = _Cast(source, _mark(source), grad)
-    alias_links.note_reader(source, cast)
-    return PendingCast(cast, lambda tensor: tensor, _like(source), grad)
-
-
-def _like(tensor: Tensor) -> Tensor:
-    return tensor.new_empty((), dtype=torch.float32).expand(tensor.shape)
-
-
-def _mark(tensor: Tensor) -> tuple[int, int]:
-    """What changes when a tensor is written to, or gets other memory."""
-    return tensor._version, tensor.data_ptr()
+    cast = _Cast(Watched(source, "cast by float()"), grad)
+    like = like_of(source.shape, torch.float32, source.device)
+    return PendingCast(cast, lambda tensor: tensor, like, grad)
