@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from plait.fusion.kernels.images import TileSums
+
 try:
     import triton
     import triton.language as tl
@@ -82,8 +84,8 @@ def _store_sums(out_ptr, first, second, offs_c, channels):
 
 
 @triton.jit
-def _sums(x_ptr, out_ptr, rows, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Sums of x and its square, shifted by the first row, over this program's rows."""
+def _sums(x_ptr, out_ptr, counts_ptr, rows, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The `TileSums` of x over this program's rows."""
     offs_c, real = _columns(channels, BLOCK_C)
     shift = _known(x_ptr, 0, offs_c, channels).to(tl.float32)
     total = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
@@ -95,28 +97,43 @@ def _sums(x_ptr, out_ptr, rows, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.con
         x = tl.where(mask, x - shift, 0.0)
         total += x
         square += x * x
-    _store_sums(out_ptr, total, square, offs_c, channels)
+    # How many rows those of this program are: its last tile may have fewer.
+    start = tl.program_id(1) * BLOCK_R
+    apart = tl.num_programs(1) * BLOCK_R
+    tiles = (rows - start + apart - 1) // apart
+    count = ((tiles - 1) * BLOCK_R + tl.minimum(rows - start - (tiles - 1) * apart, BLOCK_R)).to(tl.float32)
+    sum_c = tl.sum(total, 0)
+    to = out_ptr + tl.program_id(1) * 2 * channels + offs_c
+    tl.store(to, sum_c + count * tl.sum(shift, 0), mask=real)
+    tl.store(to + channels, tl.maximum(tl.sum(square, 0) - sum_c * sum_c / count, 0.0), mask=real)
+    tl.store(counts_ptr + tl.program_id(1), count, mask=tl.program_id(0) == 0)
 
 
 @triton.jit
 def _finish(
-    sums_ptr, x_ptr, weight_ptr, bias_ptr, mean_ptr, variance_ptr, table_ptr,
-    shares, rows, channels, momentum, eps,
+    sums_ptr, counts_ptr, weight_ptr, bias_ptr, mean_ptr, variance_ptr, table_ptr,
+    tiles, rows, channels, momentum, eps,
     HAS_RUNNING: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Compute the table from the partial sums, and update the running statistics."""
+    """Compute the table from the sums of tiles, and update the running statistics."""
     offs_c, real = _columns(channels, BLOCK_C)
     total = tl.zeros((BLOCK_S, BLOCK_C), dtype=tl.float32)
-    square = tl.zeros((BLOCK_S, BLOCK_C), dtype=tl.float32)
-    for start in range(0, shares, BLOCK_S):
+    for start in range(0, tiles, BLOCK_S):
         offs_s = start + tl.arange(0, BLOCK_S)
-        mask = (offs_s < shares)[:, None] & real[None, :]
-        at = sums_ptr + offs_s[:, None] * 2 * channels + offs_c[None, :]
+        mask = (offs_s < tiles)[:, None] & real[None, :]
+        at = sums_ptr + offs_s.to(tl.int64)[:, None] * 2 * channels + offs_c[None, :]
         total += tl.load(at, mask=mask, other=0.0)
-        square += tl.load(at + channels, mask=mask, other=0.0)
-    offset = tl.sum(total, 0) / rows
-    variance = tl.maximum(tl.sum(square, 0) / rows - offset * offset, 0.0)
-    mean = offset + tl.load(x_ptr + offs_c, mask=real, other=0.0).to(tl.float32)
+    mean = tl.sum(total, 0) / rows
+    # The squares within the tiles, and how far their means are from that of all.
+    square = tl.zeros((BLOCK_S, BLOCK_C), dtype=tl.float32)
+    for start in range(0, tiles, BLOCK_S):
+        offs_s = start + tl.arange(0, BLOCK_S)
+        mask = (offs_s < tiles)[:, None] & real[None, :]
+        at = sums_ptr + offs_s.to(tl.int64)[:, None] * 2 * channels + offs_c[None, :]
+        count = tl.load(counts_ptr + offs_s, mask=offs_s < tiles, other=0.0)[:, None]
+        apart = tl.load(at, mask=mask, other=0.0) / tl.maximum(count, 1.0) - mean[None, :]
+        square += tl.load(at + channels, mask=mask, other=0.0) + count * apart * apart
+    variance = tl.sum(square, 0) / rows
     inverse = 1.0 / tl.sqrt(variance + eps)
     a = tl.load(weight_ptr + offs_c, mask=real, other=0.0) * inverse
     to = table_ptr + offs_c
@@ -247,16 +264,22 @@ def statistics(
     running: tuple[Tensor, Tensor] | None,
     momentum: float,
     eps: float,
+    known: TileSums | None = None,
 ) -> Tensor:
-    """The table `KNOWN` for x of shape (batch, points, channels); updates the running statistics, if any."""
+    """The table `KNOWN` for x of shape (batch, points, channels); updates the running statistics, if any.
+
+    `known` are the sums of x, if it was made together with them.
+    """
     channels = x.shape[-1]
     rows = x.numel() // channels
-    sums = _partial(rows, channels, x.device)
-    _sums[_shares(sums)](x, sums, rows, channels, _ROWS, _CHANNELS)
+    if known is None:
+        partial = _partial(rows, channels, x.device)
+        known = TileSums(partial, partial.new_empty(len(partial)))
+        _sums[_shares(partial)](x, *known, rows, channels, _ROWS, _CHANNELS)
     table = torch.empty((len(KNOWN), channels), dtype=torch.float32, device=x.device)
     mean, variance = running or (table, table)
     _finish[(triton.cdiv(channels, 32),)](
-        sums, x, weight, bias, mean, variance, table, sums.shape[0], rows, channels, momentum, eps,
+        *known, weight, bias, mean, variance, table, len(known.counts), rows, channels, momentum, eps,
         running is not None, 32, 32,
     )  # fmt: skip
     return table

@@ -152,12 +152,10 @@ def _width(size: int) -> int:
     return min(64, max(16, int(triton.next_power_of_2(size))))
 
 
-def _spread_out(
-    large: Tensor, taps: Tensor, stride: int, pad: Pad, size: tuple[int, int]
-) -> tuple[Tensor, int]:
-    """`large` as (trials, batch, height, width, few), padded for all taps; and the length of its rows."""
-    trials, _, kernel_h, kernel_w, channels = taps.shape
-    taps_across: int = triton.next_power_of_2(kernel_w)
+def spread_out(large: Tensor, taps: Tensor, stride: int, pad: Pad) -> Tensor:
+    """`large` as (trials, batch, height, width, few), padded for all taps."""
+    trials, _, kernel_h, _, channels = taps.shape
+    size, taps_across = small_size(large, taps, stride, pad), _taps_across(taps)
     high = (size[0] - 1) * stride + kernel_h
     wide = stride * triton.cdiv((size[1] - 1) * stride + taps_across, stride)
     shape = (trials, large.shape[0], high, wide, _FEW)
@@ -166,7 +164,12 @@ def _spread_out(
         large, spread, spread.numel(), *large.shape[:1], *large.shape[2:], high, wide,
         channels, trials * channels, *pad, _FEW, 1024,
     )  # fmt: skip
-    return spread, taps_across
+    return spread
+
+
+def _taps_across(taps: Tensor) -> int:
+    """The taps of a row of the kernel, with those that are zero."""
+    return int(triton.next_power_of_2(taps.shape[3]))
 
 
 def _geometry(spread: Tensor, size: tuple[int, int], stride: int) -> tuple[int, ...]:
@@ -179,13 +182,16 @@ def down(
     bias: Tensor | None,
     stride: int,
     pad: Pad,
+    spread: Tensor,
     kind: torch.dtype | None = None,
 ) -> Tensor:
-    """A convolution: (batch, trials x channels, h, w) with taps (trials, out, kernel h and w, channels)."""
+    """A convolution: (batch, trials x channels, h, w) with taps (trials, out, kernel h and w, channels).
+
+    `spread` is what `spread_out` makes of the images.
+    """
     count, outs, kernel_h, kernel_w, channels = taps.shape
-    size = small_size(large, taps, stride, pad)
+    size, taps_across = small_size(large, taps, stride, pad), _taps_across(taps)
     small = new_images(large, count * outs, size, kind)
-    spread, taps_across = _spread_out(large, taps, stride, pad, size)
     weights = F.pad(taps, (0, _FEW - channels, 0, taps_across - kernel_w)).contiguous()
     rows, columns = large.shape[0] * size[0] * size[1], _width(outs)
     run = taps_across * _FEW
@@ -197,17 +203,16 @@ def down(
     return small
 
 
-def taps_gradient(large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: Pad) -> Tensor:
-    """The gradient of the taps, in float32, from the large image and the small one; one is a gradient."""
+def taps_gradient(spread: Tensor, small: Tensor, taps: Tensor, stride: int) -> Tensor:
+    """The gradient of the taps, in float32, from the large image, spread out, and the small one."""
     count, outs, kernel_h, kernel_w, channels = taps.shape
-    size = (small.shape[2], small.shape[3])
-    spread, taps_across = _spread_out(large, taps, stride, pad, size)
+    size, taps_across = (small.shape[2], small.shape[3]), _taps_across(taps)
     rows, run = small.shape[0] * size[0] * size[1], taps_across * _FEW
     block_o, block_k = _width(outs), _width(kernel_h * run)
     tiles = triton.cdiv(outs, block_o) * triton.cdiv(kernel_h * run, block_k)
     shares = max(1, min(_PROGRAMS // (tiles * count), rows // (4 * _ROWS)))
     shape = (shares, count, outs, kernel_h, taps_across, _FEW)
-    parts = torch.empty(shape, dtype=torch.float32, device=large.device)
+    parts = torch.empty(shape, dtype=torch.float32, device=small.device)
     _patch_gradient[(tiles, count, shares)](
         spread, small, parts, rows, outs, *_geometry(spread, size, stride), count * outs,
         kernel_h * run, run, stride, _FEW, _ROWS, block_o, block_k,

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from plait.fusion.kernels import conv_tma, gather, im2col
-from plait.fusion.kernels.images import Pad
+from plait.fusion.kernels.images import Pad, TileSums
+
+Made = tuple[Tensor, TileSums | None]
 
 
 def _down(
@@ -25,34 +27,47 @@ def _down(
     stride: int,
     pad: Pad,
     kind: torch.dtype | None = None,
-) -> Tensor:
+    spread: Tensor | None = None,
+    has_sums: bool = False,
+) -> Made:
+    """A convolution and, if asked for and at no cost, the sums of its tiles."""
     if im2col.fits(taps):
-        return im2col.down(large, taps, bias, stride, pad, kind)
+        spread = im2col.spread_out(large, taps, stride, pad) if spread is None else spread
+        return im2col.down(large, taps, bias, stride, pad, spread, kind), None
     if conv_tma.fits(large, taps, stride, large.shape[2:]):
-        return conv_tma.down(large, taps, bias, stride, pad, kind)
-    return gather.down(large, taps, bias, stride, pad, kind)
+        return conv_tma.down(large, taps, bias, stride, pad, kind, has_sums)
+    return gather.down(large, taps, bias, stride, pad, kind), None
 
 
 def _up(
-    small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: tuple[int, int]
-) -> Tensor:
+    small: Tensor,
+    taps: Tensor,
+    bias: Tensor | None,
+    stride: int,
+    pad: Pad,
+    size: tuple[int, int],
+    has_sums: bool = False,
+) -> Made:
     # If each pixel of the large image depends on one pixel of the small one, a product with all taps wastes
     # nothing; if it has few channels, separate products per tap would be narrow.
     if im2col.fits(taps) or small.shape[2:] == (1, 1):
-        columns = _down(small, im2col.as_points(taps), None, 1, (0, 0), torch.float32)
-        return im2col.fold(columns, taps, bias, stride, pad, size, small.dtype)
+        columns, _ = _down(small, im2col.as_points(taps), None, 1, (0, 0), torch.float32)
+        return im2col.fold(columns, taps, bias, stride, pad, size, small.dtype), None
     if conv_tma.fits(small, taps, stride, size):
-        return conv_tma.up(small, taps, bias, stride, pad, size)
-    return gather.up(small, taps, bias, stride, pad, size)
+        return conv_tma.up(small, taps, bias, stride, pad, size, has_sums)
+    return gather.up(small, taps, bias, stride, pad, size), None
 
 
 def _taps_gradient(
     large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: Pad, kind: torch.dtype, sums: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the taps, and sums of the small images if asked for and at no cost."""
+    """The gradient of the taps, and sums of the small images if asked for and at no cost.
+
+    With few channels, `large` is spread out.
+    """
     totals = None
     if im2col.fits(taps):
-        gradient = im2col.taps_gradient(large, small, taps, stride, pad)
+        gradient = im2col.taps_gradient(large, small, taps, stride)
     elif conv_tma.fits(large, taps, stride, large.shape[2:]) and conv_tma.fits(
         small, taps, stride, large.shape[2:]
     ):
@@ -63,38 +78,56 @@ def _taps_gradient(
 
 
 class _TrialConvolution(torch.autograd.Function):
-    """A convolution of each trial's channels with its weight; with an output size, a transposed one."""
+    """A convolution of each trial's channels with its weight; with an output size, a transposed one.
+
+    Sums of its tiles are appended to `sums`, if there is such a list and they cost nothing.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: Any
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: int,
+        pad: Pad,
+        size: Any,
+        sums: list[TileSums] | None,
     ) -> Tensor:
         taps = weight.to(x.dtype).movedim(2, -1).contiguous()
-        ctx.save_for_backward(x, taps)
-        ctx.geometry = (stride, pad, size, bias is not None, weight.dtype)
-        if size is None:
-            return _down(x, taps, bias, stride, pad)
-        return _up(x, taps, bias, stride, pad, size)
+        has_sums, held = sums is not None, x
+        if size is not None:
+            y, made = _up(x, taps, bias, stride, pad, size, has_sums)
+        else:
+            if im2col.fits(taps):  # the gradient of the taps reads it, too
+                held = im2col.spread_out(x, taps, stride, pad)
+            y, made = _down(x, taps, bias, stride, pad, None, held, has_sums)
+        if sums is not None and made is not None:
+            sums.append(made)
+        ctx.save_for_backward(held, taps)
+        ctx.geometry = (stride, pad, size, bias is not None, weight.dtype, x.shape[2:])
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, taps = ctx.saved_tensors
-        stride, pad, size, has_bias, kind = ctx.geometry
+        held, taps = ctx.saved_tensors
+        stride, pad, size, has_bias, kind, image = ctx.geometry
         dy = dy.contiguous(memory_format=torch.channels_last)
         dx = dw = db = None
+        is_few = size is not None and im2col.fits(taps)
+        large = im2col.spread_out(dy, taps, stride, pad) if is_few else dy
         if ctx.needs_input_grad[0]:
-            dx = (
-                _up(dy, taps, None, stride, pad, x.shape[2:])
-                if size is None
-                else _down(dy, taps, None, stride, pad)
-            )
+            if size is None:
+                dx, _ = _up(dy, taps, None, stride, pad, image)
+            else:
+                dx, _ = _down(dy, taps, None, stride, pad, None, large)
         if ctx.needs_input_grad[1]:
-            large, small = (x, dy) if size is None else (dy, x)
+            large, small = (held, dy) if size is None else (large, held)
             dw, db = _taps_gradient(large, small, taps, stride, pad, kind, has_bias and size is None)
         if has_bias and db is None:
             db = dy.sum((0, 2, 3), dtype=torch.float32).view(taps.shape[0], -1)
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 def trial_convolution(
@@ -104,17 +137,19 @@ def trial_convolution(
     stride: int,
     pad: Pad,
     size: tuple[int, int] | None = None,
+    sums: list[TileSums] | None = None,
 ) -> Tensor:
     """The convolution of each trial's channels with its weight; in 16 bits, accumulated in float32.
 
     `folded` is (batch, trials x channels, height, width), the weight (trials, out, channels, ...). With a
     `size`, the transposed convolution to images of that size; its weight has the input channels first, as in
-    torch. Under autocast the input is cast as for a convolution.
+    torch. Under autocast the input is cast as for a convolution. The sums of its tiles, as a norm needs them,
+    are appended to `sums` if they are had at no cost.
     """
     if torch.is_autocast_enabled("cuda"):
         folded = folded.to(torch.get_autocast_dtype("cuda"))
     if folded.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError(f"found {folded.dtype}, expected 16 bits")
     x = folded.contiguous(memory_format=torch.channels_last)
-    outcome: Tensor = _TrialConvolution.apply(x, weight, bias, stride, pad, size)
+    outcome: Tensor = _TrialConvolution.apply(x, weight, bias, stride, pad, size, sums)
     return outcome

@@ -18,6 +18,7 @@ from plait.fusion.rules.convolution import fold_channels, unfold_channels
 from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.speed.lazy_norm import PendingNorm
 from plait.fusion.speed.lazy_rows import pending_row_norm
+from plait.fusion.speed.norm_sums import sums_of
 from plait.fusion.trials.batch_axis import require_rows_first
 from plait.fusion.trials.padding import masked_norm
 from plait.fusion.trials.per_trial import PerTrial, one_each
@@ -121,7 +122,7 @@ def _pending(
     if running_mean is not None and running_variance is not None:
         running = (running_mean, running_variance)
     with torch.no_grad():
-        table = kernels.statistics(rows, weight, bias, running, momentum, eps)
+        table = kernels.statistics(rows, weight, bias, running, momentum, eps, sums_of(inner))
     shape = folded.movedim(1, -1).shape
 
     def norm(slope: float) -> Tensor:
