@@ -393,15 +393,14 @@ class PostNorm(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: transformer(4096, 64, 2, 4, 128, dropout=0.0),
-        lambda: transformer(4099, 64, 2, 4, 128, dropout=0.0),
-    ]
-    + [lambda: PostNorm(4096)],
-    ids=["pre-norm", "padded vocabulary", "post-norm"],
-)
+MAKES = {
+    "pre-norm": lambda: transformer(4096, 64, 2, 4, 128, dropout=0.0),
+    "padded vocabulary": lambda: transformer(4099, 64, 2, 4, 128, dropout=0.0),
+    "post-norm": lambda: PostNorm(4096),
+}
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_a_transformer_under_autocast_trains_fused_as_alone(make):
     """A vocabulary that is no multiple of 8 is padded, gradients of attention are put together in place."""
 

@@ -1,4 +1,4 @@
-"""What follows a dense layer waits for what comes next; torch's functions stand in for the kernels of a GPU."""
+"""What follows a dense layer waits for what comes next; torch's functions stand in for kernels."""
 
 from __future__ import annotations
 
