@@ -50,7 +50,8 @@ def _forward(
     y_ptr, bias_ptr, out_ptr, rows, width, row_stride,
     KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    at, mask = _tile(tl.program_id(1) * BLOCK_R, rows, width, row_stride, BLOCK_R, BLOCK_C)
+    # Gaps between rows are written, too: a multiple of 16 numbers is, in words of 16 bytes.
+    at, mask = _tile(tl.program_id(1) * BLOCK_R, rows, row_stride, row_stride, BLOCK_R, BLOCK_C)
     x = tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32) + _bias_of(bias_ptr, width, BLOCK_C)
     if KIND == "relu":
         x = tl.where(x <= 0.0, 0.0, x)
@@ -146,7 +147,7 @@ class _Activated(torch.autograd.Function):
 
 
 def biased(y: Tensor, bias: Tensor) -> Tensor:
-    """y (trials, rows, width) plus the bias of each trial, added in place; its rows may have gaps."""
+    """y (trials, rows, width) plus the bias of each trial, added in place; gaps between rows are lost."""
     made: Tensor = _Biased.apply(y, bias.contiguous())
     return made
 

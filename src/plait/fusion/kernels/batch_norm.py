@@ -8,13 +8,11 @@ a leaky one another slope, none a slope of 1.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from plait.fusion.kernels.images import TileSums
 
 try:
     import triton
@@ -25,8 +23,8 @@ except ImportError:
 _ROWS, _CHANNELS = 32, 128
 # Of its channels a program reads the table once, and then this many tiles.
 _TILES = 16
-# Enough programs to fill a GPU several times.
-_PROGRAMS = 132 * 16
+# Sums are over as many rows a program as fill a GPU about once; of gradients, over fewer channels.
+_PROGRAMS, _SUMMED = 132 * 4, 64
 # The rows of the table.
 KNOWN = ("a", "b", "mean", "inverse")
 
@@ -84,8 +82,23 @@ def _store_sums(out_ptr, first, second, offs_c, channels):
 
 
 @triton.jit
+def _store_moments(out_ptr, counts_ptr, total, square, shift, count, offs_c, channels):
+    """Store the sum of some rows, that of the squares of what is left without their mean, and their number.
+
+    Given are sums of what is left without a `shift`.
+    """
+    count = count.to(tl.float32)
+    total_c = tl.sum(total, 0)
+    to = out_ptr + tl.program_id(1) * 2 * channels + offs_c
+    tl.store(to, total_c + count * tl.sum(shift, 0), mask=offs_c < channels)
+    apart = tl.maximum(tl.sum(square, 0) - total_c * total_c / count, 0.0)
+    tl.store(to + channels, apart, mask=offs_c < channels)
+    tl.store(counts_ptr + tl.program_id(1), count, mask=tl.program_id(0) == 0)
+
+
+@triton.jit
 def _sums(x_ptr, out_ptr, counts_ptr, rows, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The `TileSums` of x over this program's rows."""
+    """The sums of x over this program's rows, see `_store_moments`."""
     offs_c, real = _columns(channels, BLOCK_C)
     shift = _known(x_ptr, 0, offs_c, channels).to(tl.float32)
     total = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
@@ -101,12 +114,8 @@ def _sums(x_ptr, out_ptr, counts_ptr, rows, channels, BLOCK_R: tl.constexpr, BLO
     start = tl.program_id(1) * BLOCK_R
     apart = tl.num_programs(1) * BLOCK_R
     tiles = (rows - start + apart - 1) // apart
-    count = ((tiles - 1) * BLOCK_R + tl.minimum(rows - start - (tiles - 1) * apart, BLOCK_R)).to(tl.float32)
-    sum_c = tl.sum(total, 0)
-    to = out_ptr + tl.program_id(1) * 2 * channels + offs_c
-    tl.store(to, sum_c + count * tl.sum(shift, 0), mask=real)
-    tl.store(to + channels, tl.maximum(tl.sum(square, 0) - sum_c * sum_c / count, 0.0), mask=real)
-    tl.store(counts_ptr + tl.program_id(1), count, mask=tl.program_id(0) == 0)
+    count = (tiles - 1) * BLOCK_R + tl.minimum(rows - start - (tiles - 1) * apart, BLOCK_R)
+    _store_moments(out_ptr, counts_ptr, total, square, shift, count, offs_c, channels)
 
 
 @triton.jit
@@ -212,20 +221,33 @@ def _gradient(
 
 @triton.jit
 def _largest(
-    x_ptr, table_ptr, value_ptr, index_ptr, points, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """The x with the largest a x + b over the points of one sample, and its index."""
+    x_ptr, weight_ptr, value_ptr, index_ptr, out_ptr, counts_ptr, points, channels,
+    HAS_SUMS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The x with the largest norm over the points of one sample, and its index; also the sums of x.
+
+    The norm grows with x where the weight is positive.
+    """
     offs_c, real = _columns(channels, BLOCK_C)
-    sign = tl.where(_known(table_ptr, 0, offs_c, channels) >= 0, 1.0, -1.0)
+    sign = tl.where(_known(weight_ptr, 0, offs_c, channels) >= 0, 1.0, -1.0)
     sample = tl.program_id(1).to(tl.int64)
+    shift = tl.zeros((1, BLOCK_C), dtype=tl.float32)
+    total = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+    square = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+    if HAS_SUMS:
+        shift = _known(x_ptr, sample * points, offs_c, channels).to(tl.float32)
     best = tl.full((BLOCK_R, BLOCK_C), float("-inf"), dtype=tl.float32)
     first = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
     for start in range(0, points, BLOCK_R):
         offs_r = start + tl.arange(0, BLOCK_R)
         mask = (offs_r < points)[:, None] & real[None, :]
         at = (sample * points + offs_r)[:, None] * channels + offs_c[None, :]
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32) * sign
-        x = tl.where(mask, x, float("-inf"))
+        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        if HAS_SUMS:
+            apart = tl.where(mask, x - shift, 0.0)
+            total += apart
+            square += apart * apart
+        x = tl.where(mask, x * sign, float("-inf"))
         first = tl.where(x > best, start, first)
         best = tl.maximum(best, x)
     largest = tl.max(best, 0)
@@ -234,6 +256,8 @@ def _largest(
     to = sample * channels + offs_c
     tl.store(value_ptr + to, largest * tl.sum(sign, 0), mask=real)
     tl.store(index_ptr + to, index, mask=real)
+    if HAS_SUMS:
+        _store_moments(out_ptr, counts_ptr, total, square, shift, points, offs_c, channels)
 
 
 @triton.jit
@@ -257,6 +281,13 @@ def _gradient_of_largest(
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
+class Statistics(NamedTuple):
+    """The table `KNOWN` of a norm's input and, if asked for, the largest x of each sample with its index."""
+
+    table: Tensor
+    largest: tuple[Tensor, Tensor] | None
+
+
 def statistics(
     x: Tensor,
     weight: Tensor,
@@ -264,35 +295,50 @@ def statistics(
     running: tuple[Tensor, Tensor] | None,
     momentum: float,
     eps: float,
-    known: TileSums | None = None,
-) -> Tensor:
-    """The table `KNOWN` for x of shape (batch, points, channels); updates the running statistics, if any.
+    has_largest: bool = False,
+) -> Statistics:
+    """Statistics of x of shape (batch, points, channels); updates the running statistics, if any.
 
-    `known` are the sums of x, if it was made together with them.
+    With `has_largest` the largest x are found in the same pass over memory.
     """
-    channels = x.shape[-1]
-    rows = x.numel() // channels
-    if known is None:
-        partial = _partial(rows, channels, x.device)
-        known = TileSums(partial, partial.new_empty(len(partial)))
-        _sums[_shares(partial)](x, *known, rows, channels, _ROWS, _CHANNELS)
+    batch, points, channels = x.shape
+    rows = batch * points
+    largest = None
+    if has_largest:
+        sums = torch.empty((batch, 2, channels), dtype=torch.float32, device=x.device)
+        counts = sums.new_empty(batch)
+        largest = _find_largest(x, weight, sums, counts)
+    else:
+        sums = _partial(rows, channels, _CHANNELS, x.device)
+        counts = sums.new_empty(len(sums))
+        grid = triton.cdiv(channels, _CHANNELS), len(sums)
+        _sums[grid](x, sums, counts, rows, channels, _ROWS, _CHANNELS)
     table = torch.empty((len(KNOWN), channels), dtype=torch.float32, device=x.device)
     mean, variance = running or (table, table)
     _finish[(triton.cdiv(channels, 32),)](
-        *known, weight, bias, mean, variance, table, len(known.counts), rows, channels, momentum, eps,
+        sums, counts, weight, bias, mean, variance, table, len(sums), rows, channels, momentum, eps,
         running is not None, 32, 32,
     )  # fmt: skip
-    return table
+    return Statistics(table, largest)
 
 
-def _partial(rows: int, channels: int, device: torch.device) -> Tensor:
-    tiles = triton.cdiv(channels, _CHANNELS)
-    shares = max(1, min(_PROGRAMS // tiles, triton.cdiv(rows, _ROWS)))
+def _find_largest(
+    x: Tensor, weight: Tensor, sums: Tensor | None, counts: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    batch, points, channels = x.shape
+    value = torch.empty((batch, channels), dtype=torch.float32, device=x.device)
+    index = torch.empty((batch, channels), dtype=torch.int32, device=x.device)
+    _largest[(triton.cdiv(channels, _CHANNELS), batch)](
+        x, weight, value, index, value if sums is None else sums, value if counts is None else counts,
+        points, channels, sums is not None, _ROWS, _CHANNELS,
+    )  # fmt: skip
+    return value, index
+
+
+def _partial(rows: int, channels: int, block: int, device: torch.device) -> Tensor:
+    """Room for two sums of each channel, for as many programs as there are rows for."""
+    shares = max(1, min(_PROGRAMS // triton.cdiv(channels, block), triton.cdiv(rows, _ROWS)))
     return torch.empty((shares, 2, channels), dtype=torch.float32, device=device)
-
-
-def _shares(sums: Tensor) -> tuple[int, int]:
-    return triton.cdiv(sums.shape[2], _CHANNELS), sums.shape[0]
 
 
 class _Norm(torch.autograd.Function):
@@ -316,8 +362,9 @@ class _Norm(torch.autograd.Function):
         dy = dy.contiguous()
         channels = x.shape[-1]
         rows = x.numel() // channels
-        sums = _partial(rows, channels, x.device)
-        _gradient_sums[_shares(sums)](x, dy, table, sums, rows, channels, ctx.slope, _ROWS, _CHANNELS)
+        sums = _partial(rows, channels, _SUMMED, x.device)
+        grid = triton.cdiv(channels, _SUMMED), len(sums)
+        _gradient_sums[grid](x, dy, table, sums, rows, channels, ctx.slope, _ROWS, _SUMMED)
         totals = sums.sum(0)
         dx = torch.empty_like(x)
         grid = (triton.cdiv(channels, _CHANNELS), triton.cdiv(rows, _ROWS * _TILES))
@@ -330,14 +377,10 @@ class _NormLargest(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, slope: float
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, known: Statistics, slope: float
     ) -> tuple[Tensor, Tensor]:
-        batch, points, channels = x.shape
-        at = torch.empty((batch, channels), dtype=torch.float32, device=x.device)
-        index = torch.empty((batch, channels), dtype=torch.int32, device=x.device)
-        _largest[(triton.cdiv(channels, _CHANNELS), batch)](
-            x, table, at, index, points, channels, _ROWS, _CHANNELS
-        )
+        table = known.table
+        at, index = known.largest or _find_largest(x, weight, None, None)
         value = at * table[0] + table[1]
         ctx.save_for_backward(x, table, at, index, value > 0)
         ctx.slope = slope
@@ -361,15 +404,15 @@ class _NormLargest(torch.autograd.Function):
         return dx, totals[1], totals[0], None, None
 
 
-def trial_norm(x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, slope: float) -> Tensor:
-    """Batch norm of (batch, points, channels) by the table of `statistics`, with the activation's slope."""
-    outcome: Tensor = _Norm.apply(x, weight, bias, table, slope)
+def trial_norm(x: Tensor, weight: Tensor, bias: Tensor, known: Statistics, slope: float) -> Tensor:
+    """Batch norm of (batch, points, channels) by its statistics, with the activation's slope."""
+    outcome: Tensor = _Norm.apply(x, weight, bias, known.table, slope)
     return outcome
 
 
 def trial_norm_largest(
-    x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, slope: float
+    x: Tensor, weight: Tensor, bias: Tensor, known: Statistics, slope: float
 ) -> tuple[Tensor, Tensor]:
     """The maximum of `trial_norm` over the points of each sample, and its index: (batch, channels)."""
-    value, index = _NormLargest.apply(x, weight, bias, table, slope)
+    value, index = _NormLargest.apply(x, weight, bias, known, slope)
     return value, index

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.fusion.kernels.images import Pad, TileSums, new_images, small_size
+from plait.fusion.kernels.images import Pad, new_images, small_size
 
 try:
     import triton
@@ -66,19 +66,16 @@ def _moved(
 
 @triton.jit(do_not_specialize=["batch", "out_h", "out_w", "tiles_y", "tiles_x"])
 def _box_product(
-    a_desc, b_desc, bias_ptr, y_ptr, sums_ptr, counts_ptr,
-    reduced, outs, y_row, batch, out_h, out_w, tiles_y, tiles_x,
+    a_desc, b_desc, bias_ptr, y_ptr, reduced, outs, y_row, batch, out_h, out_w, tiles_y, tiles_x,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr,
-    UP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, UP: tl.constexpr, HAS_BIAS: tl.constexpr,
     BOX_B: tl.constexpr, BOX_Y: tl.constexpr, BOX_X: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y[pixel, out] = sum over taps and channels of a[shifted pixel, channel] * b[channel, out].
 
     A convolution computes a small image from a large one (down), a transposed one the reverse (up). Up, each
-    program computes the pixels of one phase of the stride, which use the same taps. With sums, a program
-    also writes the `TileSums` of its pixels.
+    program computes the pixels of one phase of the stride, which use the same taps.
     """
     BLOCK_M: tl.constexpr = BOX_B * BOX_Y * BOX_X
     trial = tl.program_id(1)
@@ -134,19 +131,7 @@ def _box_product(
     real = (image < batch) & (y_at < out_h) & (x_at < out_w)
     row = ((image * out_h + y_at) * out_w + x_at).to(tl.int64)
     to = row[:, None] * y_row + (trial * outs + offs_n)[None, :]
-    y = acc.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + to, y, mask=real[:, None] & (offs_n < outs)[None, :])
-    if HAS_SUMS:
-        # As a norm reads them, after their rounding.
-        value = tl.where(real[:, None], y.to(tl.float32), 0.0)
-        count = tl.sum(real.to(tl.float32), 0)
-        total = tl.sum(value, 0)
-        apart = tl.where(real[:, None], value - (total / tl.maximum(count, 1.0))[None, :], 0.0)
-        number = tl.program_id(2) * (tl.num_programs(0) // tiles_n) + tile
-        at = sums_ptr + number.to(tl.int64) * 2 * y_row + trial * outs + offs_n
-        tl.store(at, total, mask=offs_n < outs)
-        tl.store(at + y_row, tl.sum(apart * apart, 0), mask=offs_n < outs)
-        tl.store(counts_ptr + number, count, mask=(first_n == 0) & (trial == 0))
+    tl.store(y_ptr + to, acc.to(y_ptr.dtype.element_ty), mask=real[:, None] & (offs_n < outs)[None, :])
 
 
 @triton.jit(do_not_specialize=["tiles", "tiles_y", "tiles_x"])
@@ -272,12 +257,8 @@ def down(
     stride: int,
     pad: Pad,
     kind: torch.dtype | None = None,
-    has_sums: bool = False,
-) -> tuple[Tensor, TileSums | None]:
-    """A convolution: (batch, trials x channels, h, w) with taps (trials, out, kernel h and w, channels).
-
-    Also the sums of its tiles, if asked for.
-    """
+) -> Tensor:
+    """A convolution: (batch, trials x channels, h, w) with taps (trials, out, kernel h and w, channels)."""
     trials, outs, _, _, channels = taps.shape
     made = new_images(large, trials * outs, small_size(large, taps, stride, pad), kind)
     is_point = _is_point(taps, stride, pad)
@@ -287,19 +268,13 @@ def down(
     box = box_of(tile.rows, batch, out_h, out_w)
     a = _described(source, trials, stride, box, tile.depth)
     b = _table(taps, tile.columns, tile.depth)
-    sums = _multiply(a, b, bias, small, (out_h, out_w), taps, (stride, *pad), False, box, tile, has_sums)
-    return made, sums
+    _multiply(a, b, bias, small, (out_h, out_w), taps, (stride, *pad), False, box, tile)
+    return made
 
 
 def up(
-    small: Tensor,
-    taps: Tensor,
-    bias: Tensor | None,
-    stride: int,
-    pad: Pad,
-    size: tuple[int, int],
-    has_sums: bool = False,
-) -> tuple[Tensor, TileSums | None]:
+    small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: tuple[int, int]
+) -> Tensor:
     """The transpose of `down`: (batch, trials x out, ...) to images of `size` with the taps' channels."""
     trials, outs, _, _, channels = taps.shape
     made = new_images(small, trials * channels, size)
@@ -311,8 +286,8 @@ def up(
     box = box_of(tile.rows, batch, *phase_size)
     a = _described(source, trials, 1, box, tile.depth)
     b = _table(taps, tile.depth, tile.columns)
-    sums = _multiply(a, b, bias, large, phase_size, taps, (stride, *pad), True, box, tile, has_sums)
-    return made, sums
+    _multiply(a, b, bias, large, phase_size, taps, (stride, *pad), True, box, tile)
+    return made
 
 
 def _multiply(
@@ -326,24 +301,17 @@ def _multiply(
     is_up: bool,
     box: Box,
     tile: Tile,
-    has_sums: bool,
-) -> TileSums | None:
+) -> None:
     trials, outs, kernel_h, kernel_w, channels = taps.shape
     reduced, columns = (outs, channels) if is_up else (channels, outs)
     batch, wide, out_h, out_w = made.shape
-    tiles, phases = _count(box, batch, *phase_size), geometry[0] ** 2 if is_up else 1
-    sums = None
-    if has_sums:
-        parts = torch.empty((tiles * phases, 2, wide), dtype=torch.float32, device=made.device)
-        sums = TileSums(parts, parts.new_empty(tiles * phases))
-    _box_product[(tiles * triton.cdiv(columns, tile.columns), trials, phases)](
-        a, b, bias if bias is not None else made, made, *(sums or (made, made)),
-        reduced, columns, wide, batch, out_h, out_w,
+    tiles = _count(box, batch, *phase_size) * triton.cdiv(columns, tile.columns)
+    _box_product[(tiles, trials, geometry[0] ** 2 if is_up else 1)](
+        a, b, bias if bias is not None else made, made, reduced, columns, wide, batch, out_h, out_w,
         triton.cdiv(phase_size[0], box[1]), triton.cdiv(phase_size[1], box[2]),
-        kernel_h, kernel_w, *geometry, is_up, bias is not None, has_sums, *box, tile.columns, tile.depth,
+        kernel_h, kernel_w, *geometry, is_up, bias is not None, *box, tile.columns, tile.depth,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return sums
 
 
 def taps_gradient(

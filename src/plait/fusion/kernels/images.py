@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 Pad = tuple[int, int]
-
-
-class TileSums(NamedTuple):
-    """Of disjoint tiles of all pixels: sums of each channel and of the squares of what is left without the
-    mean, of shape (tiles, 2, channels), and the number of pixels.
-    """
-
-    sums: Tensor
-    counts: Tensor
 
 
 def new_images(like: Tensor, channels: int, size: tuple[int, int], kind: torch.dtype | None = None) -> Tensor:

@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from plait.fusion.kernels import conv_tma, gather, im2col
-from plait.fusion.kernels.images import Pad, TileSums
-
-Made = tuple[Tensor, TileSums | None]
+from plait.fusion.kernels.images import Pad
 
 
 def _down(
@@ -28,34 +26,26 @@ def _down(
     pad: Pad,
     kind: torch.dtype | None = None,
     spread: Tensor | None = None,
-    has_sums: bool = False,
-) -> Made:
-    """A convolution and, if asked for and at no cost, the sums of its tiles."""
+) -> Tensor:
     if im2col.fits(taps):
         spread = im2col.spread_out(large, taps, stride, pad) if spread is None else spread
-        return im2col.down(large, taps, bias, stride, pad, spread, kind), None
+        return im2col.down(large, taps, bias, stride, pad, spread, kind)
     if conv_tma.fits(large, taps, stride, large.shape[2:]):
-        return conv_tma.down(large, taps, bias, stride, pad, kind, has_sums)
-    return gather.down(large, taps, bias, stride, pad, kind), None
+        return conv_tma.down(large, taps, bias, stride, pad, kind)
+    return gather.down(large, taps, bias, stride, pad, kind)
 
 
 def _up(
-    small: Tensor,
-    taps: Tensor,
-    bias: Tensor | None,
-    stride: int,
-    pad: Pad,
-    size: tuple[int, int],
-    has_sums: bool = False,
-) -> Made:
+    small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: tuple[int, int]
+) -> Tensor:
     # If each pixel of the large image depends on one pixel of the small one, a product with all taps wastes
     # nothing; if it has few channels, separate products per tap would be narrow.
     if im2col.fits(taps) or small.shape[2:] == (1, 1):
-        columns, _ = _down(small, im2col.as_points(taps), None, 1, (0, 0), torch.float32)
-        return im2col.fold(columns, taps, bias, stride, pad, size, small.dtype), None
+        columns = _down(small, im2col.as_points(taps), None, 1, (0, 0), torch.float32)
+        return im2col.fold(columns, taps, bias, stride, pad, size, small.dtype)
     if conv_tma.fits(small, taps, stride, size):
-        return conv_tma.up(small, taps, bias, stride, pad, size, has_sums)
-    return gather.up(small, taps, bias, stride, pad, size), None
+        return conv_tma.up(small, taps, bias, stride, pad, size)
+    return gather.up(small, taps, bias, stride, pad, size)
 
 
 def _taps_gradient(
@@ -78,35 +68,21 @@ def _taps_gradient(
 
 
 class _TrialConvolution(torch.autograd.Function):
-    """A convolution of each trial's channels with its weight; with an output size, a transposed one.
-
-    Sums of its tiles are appended to `sums`, if there is such a list and they cost nothing.
-    """
+    """A convolution of each trial's channels with its weight; with an output size, a transposed one."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        stride: int,
-        pad: Pad,
-        size: Any,
-        sums: list[TileSums] | None,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: Any
     ) -> Tensor:
         taps = weight.to(x.dtype).movedim(2, -1).contiguous()
-        has_sums, held = sums is not None, x
-        if size is not None:
-            y, made = _up(x, taps, bias, stride, pad, size, has_sums)
-        else:
-            if im2col.fits(taps):  # the gradient of the taps reads it, too
-                held = im2col.spread_out(x, taps, stride, pad)
-            y, made = _down(x, taps, bias, stride, pad, None, held, has_sums)
-        if sums is not None and made is not None:
-            sums.append(made)
-        ctx.save_for_backward(held, taps)
         ctx.geometry = (stride, pad, size, bias is not None, weight.dtype, x.shape[2:])
-        return y
+        if size is not None:
+            ctx.save_for_backward(x, taps)
+            return _up(x, taps, bias, stride, pad, size)
+        # The gradient of the taps reads the images spread out, too.
+        held = im2col.spread_out(x, taps, stride, pad) if im2col.fits(taps) else x
+        ctx.save_for_backward(held, taps)
+        return _down(x, taps, bias, stride, pad, None, held)
 
     @staticmethod
     @once_differentiable
@@ -119,15 +95,15 @@ class _TrialConvolution(torch.autograd.Function):
         large = im2col.spread_out(dy, taps, stride, pad) if is_few else dy
         if ctx.needs_input_grad[0]:
             if size is None:
-                dx, _ = _up(dy, taps, None, stride, pad, image)
+                dx = _up(dy, taps, None, stride, pad, image)
             else:
-                dx, _ = _down(dy, taps, None, stride, pad, None, large)
+                dx = _down(dy, taps, None, stride, pad, None, large)
         if ctx.needs_input_grad[1]:
             large, small = (held, dy) if size is None else (large, held)
             dw, db = _taps_gradient(large, small, taps, stride, pad, kind, has_bias and size is None)
         if has_bias and db is None:
             db = dy.sum((0, 2, 3), dtype=torch.float32).view(taps.shape[0], -1)
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None
 
 
 def trial_convolution(
@@ -137,19 +113,17 @@ def trial_convolution(
     stride: int,
     pad: Pad,
     size: tuple[int, int] | None = None,
-    sums: list[TileSums] | None = None,
 ) -> Tensor:
     """The convolution of each trial's channels with its weight; in 16 bits, accumulated in float32.
 
     `folded` is (batch, trials x channels, height, width), the weight (trials, out, channels, ...). With a
     `size`, the transposed convolution to images of that size; its weight has the input channels first, as in
-    torch. Under autocast the input is cast as for a convolution. The sums of its tiles, as a norm needs them,
-    are appended to `sums` if they are had at no cost.
+    torch. Under autocast the input is cast as for a convolution.
     """
     if torch.is_autocast_enabled("cuda"):
         folded = folded.to(torch.get_autocast_dtype("cuda"))
     if folded.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError(f"found {folded.dtype}, expected 16 bits")
     x = folded.contiguous(memory_format=torch.channels_last)
-    outcome: Tensor = _TrialConvolution.apply(x, weight, bias, stride, pad, size, sums)
+    outcome: Tensor = _TrialConvolution.apply(x, weight, bias, stride, pad, size)
     return outcome

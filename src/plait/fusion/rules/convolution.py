@@ -15,7 +15,6 @@ from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.kernels import can_run_on
 from plait.fusion.rules.dense import batched_linear
 from plait.fusion.speed.autotune import Way, choose
-from plait.fusion.speed.norm_sums import note_output, wanted_sums
 
 _NAMES = "input weight bias stride padding dilation groups"
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
@@ -188,30 +187,14 @@ def _unfolded(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None
 def _gathered(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
     """By our kernel, all trials in one launch."""
     stride, dilation = set(options["stride"]), set(options["dilation"])
-    if len(stride) > 1 or dilation != {1}:
-        raise RuntimeError("the kernel is for equal strides and no dilation")
-    return _by_kernel(x, weight, bias, stride.pop(), options["padding"])
+    if not can_run_on(x) or len(stride) > 1 or dilation != {1}:
+        raise RuntimeError("the kernel is for GPUs, equal strides and no dilation")
+    from plait.fusion.kernels.trial_convolution import (
+        trial_convolution,  # needs Triton, which a CPU build lacks
+    )
 
-
-def _by_kernel(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: int,
-    pad: Any,
-    size: tuple[int, int] | None = None,
-    is_line: bool = False,
-) -> Tensor:
-    """By our kernel; with a size, transposed. A line is an image with one row."""
-    if not can_run_on(x):
-        raise RuntimeError("the kernel is for GPUs")
-    from plait.fusion.kernels.trial_convolution import trial_convolution  # needs Triton, unlike a CPU build
-
-    images, taps = (x.unsqueeze(3), weight.unsqueeze(3)) if is_line else (x, weight)
-    sums = wanted_sums(weight)
-    wide = trial_convolution(fold_channels(images), taps, bias, stride, pad, size, sums)
-    outcome = unfold_channels(wide, weight.shape[0])
-    return note_output(outcome.squeeze(3) if is_line else outcome, weight, sums)
+    wide = trial_convolution(fold_channels(x), weight, bias, stride.pop(), options["padding"])
+    return unfold_channels(wide, weight.shape[0])
 
 
 _WAYS = {
@@ -245,9 +228,12 @@ def _pointwise_grouped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def _pointwise_gathered(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    options = {"stride": (1, 1), "dilation": (1, 1), "padding": (0, 0)}
     if x.dim() != 4 and x.dim() != 5:
         raise RuntimeError("the kernel supports one or two spatial axes")
-    return _by_kernel(x, weight, bias, 1, (0, 0), None, x.dim() == 4)
+    if x.dim() == 5:
+        return _gathered(F.conv2d, x, weight, bias, options)
+    return _gathered(F.conv2d, x.unsqueeze(3), weight.unsqueeze(3), bias, options).squeeze(3)
 
 
 _POINTWISE = {
@@ -297,8 +283,12 @@ def _grouped_up(
 def _gathered_up(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
     """By our kernel for transposed convolutions."""
     stride = set(options["stride"])
-    if len(stride) > 1 or set(options["dilation"]) != {1}:
-        raise RuntimeError("the kernel is for equal strides and no dilation")
+    if not can_run_on(x) or len(stride) > 1 or set(options["dilation"]) != {1}:
+        raise RuntimeError("the kernel is for GPUs, equal strides and no dilation")
+    from plait.fusion.kernels.trial_convolution import (
+        trial_convolution,  # needs Triton, which a CPU build lacks
+    )
+
     pad = options["padding"]
     height, width = (
         (x.shape[3 + i] - 1) * options["stride"][i]
@@ -307,4 +297,5 @@ def _gathered_up(x: Tensor, weight: Tensor, bias: Tensor | None, options: Option
         + options["output_padding"][i]
         for i in range(2)
     )
-    return _by_kernel(x, weight, bias, stride.pop(), pad, (height, width))
+    wide = trial_convolution(fold_channels(x), weight, bias, stride.pop(), pad, (height, width))
+    return unfold_channels(wide, weight.shape[0])

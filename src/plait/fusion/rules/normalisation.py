@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from plait.fusion.dispatch.fallback import loop, vmap_rule
 from plait.fusion.dispatch.refusals import refuse_shared_target
@@ -18,7 +19,6 @@ from plait.fusion.rules.convolution import fold_channels, unfold_channels
 from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.speed.lazy_norm import PendingNorm
 from plait.fusion.speed.lazy_rows import pending_row_norm
-from plait.fusion.speed.norm_sums import sums_of
 from plait.fusion.trials.batch_axis import require_rows_first
 from plait.fusion.trials.padding import masked_norm
 from plait.fusion.trials.per_trial import PerTrial, one_each
@@ -70,10 +70,8 @@ def batch_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     mean, variance, weight, bias = (_flat(given[name], trials) for name in defaults)
     folded = fold_channels(inner)
     if given["training"] and weight is not None and bias is not None and _waits(folded):
-        pending = _pending(
-            inner, folded, mean, variance, weight, bias, given["momentum"], given["eps"], trials
-        )
-        return TrialTensor(inner, trials, pending)
+        running = None if mean is None or variance is None else (mean, variance)
+        return TrialTensor(inner, trials, _pending(inner, folded, running, weight, bias, given, trials))
     # Torch supports channels-last only for images, and would copy sequences.
     is_sequence = folded.dim() == 3 and folded.is_cuda and folded.stride(1) == 1
     x = folded.unsqueeze(2) if is_sequence else folded
@@ -103,39 +101,42 @@ def _waits(folded: Tensor) -> bool:
     return ours and folded.movedim(1, -1).is_contiguous() and not folded.is_inference()
 
 
+# Weights of norms of which a maximum was taken: the next time it is found together with the statistics.
+_before_maxima: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
 def _pending(
     inner: Tensor,
     folded: Tensor,
-    running_mean: Tensor | None,
-    running_variance: Tensor | None,
+    running: tuple[Tensor, Tensor] | None,
     weight: Tensor,
     bias: Tensor,
-    momentum: float,
-    eps: float,
+    given: Options,
     trials: Trials,
 ) -> PendingNorm:
     """Compute the statistics now, and the rest when the next operation is known."""
     from plait.fusion.kernels import batch_norm as kernels  # needs Triton, which a CPU build lacks
 
-    rows = folded.movedim(1, -1).flatten(1, -2)
-    running = None
-    if running_mean is not None and running_variance is not None:
-        running = (running_mean, running_variance)
+    rows, own = folded.movedim(1, -1).flatten(1, -2), unwrap(given["weight"], trials)
+    is_line = folded.dim() == 3
     with torch.no_grad():
-        table = kernels.statistics(rows, weight, bias, running, momentum, eps, sums_of(inner))
+        known = kernels.statistics(
+            rows, weight, bias, running, given["momentum"], given["eps"], is_line and own in _before_maxima
+        )
     shape = folded.movedim(1, -1).shape
 
     def norm(slope: float) -> Tensor:
-        y = kernels.trial_norm(rows, weight, bias, table, slope)
+        y = kernels.trial_norm(rows, weight, bias, known, slope)
         return unfold_channels(y.view(shape).movedim(-1, 1), trials.count)
 
     def largest(slope: float) -> tuple[Tensor, Tensor]:
-        pair = kernels.trial_norm_largest(rows, weight, bias, table, slope)
+        _before_maxima[own] = True
+        pair = kernels.trial_norm_largest(rows, weight, bias, known, slope)
         value, index = (part.unflatten(1, (trials.count, -1)).movedim(1, 0) for part in pair)
         return value, index
 
     return PendingNorm(
-        norm, largest if folded.dim() == 3 else None, folded, inner, folded._version, torch.is_grad_enabled()
+        norm, largest if is_line else None, folded, inner, folded._version, torch.is_grad_enabled()
     )
 
 
