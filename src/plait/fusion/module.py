@@ -143,6 +143,7 @@ class FusedModule(nn.Module):
     def map(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of `function(*args)` for each trial; for a loss, a vector with one value per trial."""
         self._trials.streams = Streams(self.seeds, self.ages, self.draws_before, self._trials.streams)
+        self._trials.tables = None
         enter = partial(enter_trials, self._trials)
         entered_args = [_each_leaf(enter, value) for value in args]
         entered_kwargs = {name: _each_leaf(enter, value) for name, value in kwargs.items()}

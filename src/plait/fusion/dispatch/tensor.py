@@ -24,6 +24,7 @@ from plait.fusion.dispatch.registry import (
     Rule,
 )
 from plait.fusion.errors import FusionError, user_line
+from plait.fusion.speed.tied_rows import Tables
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import PerTrial, on_device
 
@@ -48,6 +49,8 @@ class Trials:
         self.rows = rows
         # Whether the running code is that of a single trial, on plain tensors.
         self.is_alone = False
+        # Of this forward, if rows of large ones were looked up.
+        self.tables: Tables | None = None
 
 
 class LayoutError(RuntimeError):

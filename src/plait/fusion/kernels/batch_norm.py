@@ -45,7 +45,7 @@ def _known(table_ptr, row, offs_c, channels):
 @triton.jit
 def _cut(y, SLOPE: tl.constexpr):
     if SLOPE == 0.0:
-        y = tl.maximum(y, 0.0)
+        y = tl.where(y <= 0.0, 0.0, y)  # a NaN stays one
     elif SLOPE != 1.0:
         y = tl.where(y > 0, y, y * SLOPE)
     return y
@@ -55,7 +55,7 @@ def _cut(y, SLOPE: tl.constexpr):
 def _before_cut(dy, y, SLOPE: tl.constexpr):
     """The gradient of the norm's output y from that of the activation."""
     if SLOPE == 0.0:
-        dy = tl.where(y > 0, dy, 0.0)
+        dy = tl.where(y <= 0.0, 0.0, dy)
     elif SLOPE != 1.0:
         dy = tl.where(y > 0, dy, dy * SLOPE)
     return dy

@@ -18,7 +18,7 @@ try:
 except ImportError:
     from plait.fusion.kernels import triton_stub as triton
 
-_FEW = 4
+FEW = 4
 _ROWS = 128
 # The rows of a weight gradient are split into enough programs to hide memory latency.
 _PROGRAMS = 132 * 8
@@ -62,7 +62,8 @@ def _patches(
 def _patch_product(
     x_ptr, w_ptr, bias_ptr, y_ptr, rows, outs, out_h, out_w, high, across, batch, y_row,
     REDUCED: tl.constexpr, RUN: tl.constexpr, STRIDE: tl.constexpr, FEW: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SLOPE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y[pixel, out] = sum over taps and channels of the patch at that pixel times the weights."""
     trial = tl.program_id(1)
@@ -81,6 +82,8 @@ def _patch_product(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + trial * outs + offs_n, mask=offs_n < outs, other=0.0)
         acc += bias.to(tl.float32)[None, :]
+    if SLOPE != 1.0:
+        acc = tl.where(acc > 0.0, acc, acc * SLOPE)
     to = offs_m.to(tl.int64)[:, None] * y_row + (trial * outs + offs_n)[None, :]
     mask = (offs_m < rows)[:, None] & (offs_n < outs)[None, :]
     tl.store(y_ptr + to, acc.to(y_ptr.dtype.element_ty), mask=mask)
@@ -88,8 +91,8 @@ def _patch_product(
 
 @triton.jit
 def _patch_gradient(
-    x_ptr, dy_ptr, dw_ptr, rows, outs, out_h, out_w, high, across, batch, dy_row,
-    REDUCED: tl.constexpr, RUN: tl.constexpr, STRIDE: tl.constexpr, FEW: tl.constexpr,
+    x_ptr, dy_ptr, y_ptr, dw_ptr, rows, outs, out_h, out_w, high, across, batch, dy_row,
+    REDUCED: tl.constexpr, RUN: tl.constexpr, STRIDE: tl.constexpr, FEW: tl.constexpr, SLOPE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """dw[out, tap and channel] = sum over this program's pixels of dy times the patch."""
@@ -104,7 +107,12 @@ def _patch_gradient(
             x_ptr, offs_m, offs_k, rows, out_h, out_w, high, across, trial, batch, REDUCED, RUN, STRIDE, FEW
         )
         dy_at = offs_m.to(tl.int64)[:, None] * dy_row + (trial * outs + offs_o)[None, :]
-        dy = tl.load(dy_ptr + dy_at, mask=(offs_m < rows)[:, None] & (offs_o < outs)[None, :], other=0.0)
+        mask = (offs_m < rows)[:, None] & (offs_o < outs)[None, :]
+        dy = tl.load(dy_ptr + dy_at, mask=mask, other=0.0)
+        if SLOPE != 1.0:
+            # The activation has the sign of its input.
+            y = tl.load(y_ptr + dy_at, mask=mask, other=0.0)
+            dy = tl.where(y > 0, dy, (dy * SLOPE).to(dy.dtype))
         acc = tl.dot(tl.trans(dy), x, acc)
     share = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + trial) * outs * REDUCED
     to = share + offs_o[:, None] * REDUCED + offs_k[None, :]
@@ -144,7 +152,7 @@ def _fold(
 
 def fits(taps: Tensor) -> bool:
     """Whether the large image has few enough channels for im2col."""
-    return taps.shape[-1] <= _FEW
+    return taps.shape[-1] <= FEW
 
 
 def _width(size: int) -> int:
@@ -158,11 +166,11 @@ def spread_out(large: Tensor, taps: Tensor, stride: int, pad: Pad) -> Tensor:
     size, taps_across = small_size(large, taps, stride, pad), _taps_across(taps)
     high = (size[0] - 1) * stride + kernel_h
     wide = stride * triton.cdiv((size[1] - 1) * stride + taps_across, stride)
-    shape = (trials, large.shape[0], high, wide, _FEW)
+    shape = (trials, large.shape[0], high, wide, FEW)
     spread = torch.empty(shape, dtype=large.dtype, device=large.device)
     _spread[(triton.cdiv(spread.numel(), 1024),)](
         large, spread, spread.numel(), *large.shape[:1], *large.shape[2:], high, wide,
-        channels, trials * channels, *pad, _FEW, 1024,
+        channels, trials * channels, *pad, FEW, 1024,
     )  # fmt: skip
     return spread
 
@@ -184,38 +192,50 @@ def down(
     pad: Pad,
     spread: Tensor,
     kind: torch.dtype | None = None,
+    slope: float = 1.0,
 ) -> Tensor:
     """A convolution: (batch, trials x channels, h, w) with taps (trials, out, kernel h and w, channels).
 
-    `spread` is what `spread_out` makes of the images.
+    `spread` is what `spread_out` makes of the images; what is negative is multiplied by the `slope`.
     """
     count, outs, kernel_h, kernel_w, channels = taps.shape
     size, taps_across = small_size(large, taps, stride, pad), _taps_across(taps)
     small = new_images(large, count * outs, size, kind)
-    weights = F.pad(taps, (0, _FEW - channels, 0, taps_across - kernel_w)).contiguous()
+    weights = F.pad(taps, (0, FEW - channels, 0, taps_across - kernel_w)).contiguous()
     rows, columns = large.shape[0] * size[0] * size[1], _width(outs)
-    run = taps_across * _FEW
+    run = taps_across * FEW
     _patch_product[(triton.cdiv(rows, _ROWS) * triton.cdiv(outs, columns), count)](
         spread, weights, bias if bias is not None else large, small,
         rows, outs, *_geometry(spread, size, stride), count * outs,
-        kernel_h * run, run, stride, _FEW, bias is not None, _ROWS, columns, _width(kernel_h * run),
+        kernel_h * run, run, stride, FEW, bias is not None, slope, _ROWS, columns, _width(kernel_h * run),
     )  # fmt: skip
     return small
 
 
-def taps_gradient(spread: Tensor, small: Tensor, taps: Tensor, stride: int) -> Tensor:
-    """The gradient of the taps, in float32, from the large image, spread out, and the small one."""
+def taps_gradient(
+    spread: Tensor,
+    small: Tensor,
+    taps: Tensor,
+    stride: int,
+    activated: Tensor | None = None,
+    slope: float = 1.0,
+) -> Tensor:
+    """The gradient of the taps, in float32, from the large image, spread out, and the small one.
+
+    With a `slope` the small one is the gradient of what was `activated` with it.
+    """
     count, outs, kernel_h, kernel_w, channels = taps.shape
     size, taps_across = (small.shape[2], small.shape[3]), _taps_across(taps)
-    rows, run = small.shape[0] * size[0] * size[1], taps_across * _FEW
+    rows, run = small.shape[0] * size[0] * size[1], taps_across * FEW
     block_o, block_k = _width(outs), _width(kernel_h * run)
     tiles = triton.cdiv(outs, block_o) * triton.cdiv(kernel_h * run, block_k)
     shares = max(1, min(_PROGRAMS // (tiles * count), rows // (4 * _ROWS)))
-    shape = (shares, count, outs, kernel_h, taps_across, _FEW)
+    shape = (shares, count, outs, kernel_h, taps_across, FEW)
     parts = torch.empty(shape, dtype=torch.float32, device=small.device)
     _patch_gradient[(tiles, count, shares)](
-        spread, small, parts, rows, outs, *_geometry(spread, size, stride), count * outs,
-        kernel_h * run, run, stride, _FEW, _ROWS, block_o, block_k,
+        spread, small, small if activated is None else activated, parts,
+        rows, outs, *_geometry(spread, size, stride), count * outs,
+        kernel_h * run, run, stride, FEW, slope, _ROWS, block_o, block_k,
     )  # fmt: skip
     return parts.sum(0)[..., :kernel_w, :channels].contiguous()
 

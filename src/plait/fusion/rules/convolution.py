@@ -14,10 +14,14 @@ from plait.fusion.dispatch.registry import Arguments, Function, Options, argumen
 from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.kernels import can_run_on
 from plait.fusion.rules.dense import batched_linear
-from plait.fusion.speed.autotune import Way, choose
+from plait.fusion.speed.autotune import Way, choose, chosen
+from plait.fusion.speed.lazy_activation import PendingActivation
+from plait.fusion.speed.lazy_reads import Watched, like_of
 
 _NAMES = "input weight bias stride padding dilation groups"
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
+# Below, passes over memory cost less than to think about them.
+_LEAST_ELEMENTS = 1 << 18
 _DEFAULTS: Options = {
     "bias": None,
     "stride": 1,
@@ -55,7 +59,10 @@ def convolution(function: Function, args: Arguments, kwargs: Options) -> Any:
         wide = function(x, weight.stacked.flatten(0, 1), flat_bias, **options)
         return wrap(unfold_channels(wide, trials.count), trials)
     inner = unwrap(x, trials)
-    return wrap(_per_trial(function, inner, weight.stacked, bias, options, given["groups"]), trials)
+    outcome = _per_trial(function, inner, weight.stacked, bias, options, given["groups"])
+    if isinstance(outcome, PendingActivation):
+        return TrialTensor(outcome.like, trials, outcome)
+    return wrap(outcome, trials)
 
 
 def _with_one_weight(function: Function, given: Options, names: str) -> Any:
@@ -78,15 +85,40 @@ def _with_one_weight(function: Function, given: Options, names: str) -> Any:
 
 def _per_trial(
     function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, groups: int
-) -> Tensor:
+) -> Tensor | PendingActivation:
     spatial = weight.dim() - 3
     numbers = {name: _each(options[name], spatial) for name in options}
     if groups == 1 and _is_pointwise(weight, numbers):
         return choose("pointwise", _fitting_pointwise(_needs_channels_last(x)), x, weight, bias)
     if groups == 1 and spatial == 2 and "same" not in numbers["padding"]:
         operation, ways = _fitting(function, tuple(numbers.items()), _needs_channels_last(x))
+        if _can_wait(x, weight) and chosen(operation, ways, x, weight, bias) == "gathered":
+            return _pending(function, x, weight, bias, numbers)
         return choose(operation, ways, x, weight, bias)
     return _grouped(function, x, weight, bias, options, groups)
+
+
+def _can_wait(x: Tensor, weight: Tensor) -> bool:
+    """Whether a convolution can be computed together with an activation after it, and is worth it."""
+    if not can_run_on(x) or not torch.is_grad_enabled() or x.numel() < _LEAST_ELEMENTS:
+        return False
+    from plait.fusion.kernels.trial_convolution import has_few_channels  # needs Triton
+
+    return has_few_channels(weight)
+
+
+def _pending(
+    function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options
+) -> PendingActivation:
+    height, width = (
+        (x.shape[3 + axis] + 2 * options["padding"][axis] - weight.shape[3 + axis]) // options["stride"][axis]
+        + 1
+        for axis in range(2)
+    )
+    kind = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    like = like_of(torch.Size((*x.shape[:2], weight.shape[1], height, width)), kind, x.device)
+    compute = lambda slope: _gathered(function, x, weight, bias, options, slope)  # noqa: E731
+    return PendingActivation(compute, None, Watched(x, "convolved"), like, True)
 
 
 def _needs_channels_last(x: Tensor) -> bool:
@@ -184,8 +216,15 @@ def _unfolded(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None
     return torch.unflatten(out, 2, (batch, *sizes)).transpose(1, 2)
 
 
-def _gathered(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
-    """By our kernel, all trials in one launch."""
+def _gathered(
+    function: Function,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    slope: float = 1.0,
+) -> Tensor:
+    """By our kernel, all trials in one launch; what is negative is multiplied by the `slope`."""
     stride, dilation = set(options["stride"]), set(options["dilation"])
     if not can_run_on(x) or len(stride) > 1 or dilation != {1}:
         raise RuntimeError("the kernel is for GPUs, equal strides and no dilation")
@@ -193,7 +232,7 @@ def _gathered(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None
         trial_convolution,  # needs Triton, which a CPU build lacks
     )
 
-    wide = trial_convolution(fold_channels(x), weight, bias, stride.pop(), options["padding"])
+    wide = trial_convolution(fold_channels(x), weight, bias, stride.pop(), options["padding"], None, slope)
     return unfold_channels(wide, weight.shape[0])
 
 

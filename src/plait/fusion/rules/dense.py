@@ -15,6 +15,7 @@ from plait.fusion.errors import FusionError, user_line
 from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.speed.cpu_matmul import dense
 from plait.fusion.speed.lazy_rows import pending_dense, read_by_dense
+from plait.fusion.speed.tied_rows import Tables, can_collect
 
 
 @rule("linear")
@@ -32,6 +33,8 @@ def linear(function: Function, args: Arguments, kwargs: Options) -> Any:
     if weight.dim() != 2 or x.dim() == 0:
         return vmap_rule(function, args, kwargs)
     trials, of_each = weight.trials, weight.stacked
+    if trials.tables is not None:
+        of_each = trials.tables.shared(of_each)
     if not isinstance(x, TrialTensor):
         return TrialTensor(_shared_input(x, of_each, bias, trials), trials)
     inner = x.stacked if x.pending is None else read_by_dense(x)
@@ -148,7 +151,11 @@ def embedding(function: Function, args: Arguments, kwargs: Options) -> Any:
     if given["scale_grad_by_freq"]:
         return loop(F.embedding, (), given)
     rows, index = _rows(weight, given["input"])
-    looked_up = F.embedding(index, rows)
+    if can_collect(weight.stacked):
+        trials.tables = trials.tables or Tables()
+        looked_up = trials.tables.look_up(weight.stacked, index)
+    else:
+        looked_up = F.embedding(index, rows)
     if padding is not None:
         # Each trial has a padding row; torch's function supports only one row with zero gradient.
         at_padding = (unwrap(given["input"], trials) == padding % weight.shape[0]).unsqueeze(-1)

@@ -24,8 +24,8 @@ from plait.fusion.dispatch.registry import (
 )
 from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
+from plait.fusion.speed.lazy_activation import PendingActivation
 from plait.fusion.speed.lazy_cast import pending_cast
-from plait.fusion.speed.lazy_norm import PendingNorm
 from plait.fusion.speed.lazy_rows import PendingDense, pending_sum
 from plait.fusion.trials.per_trial import PerTrial, on_device
 
@@ -246,11 +246,11 @@ def new(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 @rule("relu")
 def relu(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """A ReLU directly after a pending batch norm or dense layer is fused with it."""
+    """A ReLU directly after a pending norm, convolution or dense layer is fused with it."""
     if args[0].pending is None:
         return unary(function, args, kwargs)
     given = arguments_of("input inplace", {"inplace": False}, args, kwargs)
-    joined = _join_norm(given["input"], 0.0, given["inplace"])
+    joined = _join_slope(given["input"], 0.0, given["inplace"])
     joined = _join_dense("relu", given) if joined is None else joined
     return unary(function, args, kwargs) if joined is None else joined
 
@@ -285,22 +285,22 @@ def _join_dense(kind: str, given: Options) -> TrialTensor | None:
 
 @rule("leaky_relu")
 def leaky_relu(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """A leaky ReLU directly after a pending batch norm is fused with it."""
+    """A leaky ReLU directly after a pending norm or convolution is fused with it."""
     if args[0].pending is None:
         return unary(function, args, kwargs)
     defaults = {"negative_slope": 0.01, "inplace": False}
     given = arguments_of("input negative_slope inplace", defaults, args, kwargs)
-    joined = _join_norm(given["input"], given["negative_slope"], given["inplace"])
+    joined = _join_slope(given["input"], given["negative_slope"], given["inplace"])
     return unary(function, args, kwargs) if joined is None else joined
 
 
-def _join_norm(x: TrialTensor, slope: float, in_place: bool) -> TrialTensor | None:
-    """The pending norm of `x` with an activation of this slope; None if there is none, or it has one already.
+def _join_slope(x: TrialTensor, slope: float, in_place: bool) -> TrialTensor | None:
+    """What is pending of `x` with an activation of this slope; None if nothing is, or it has one already.
 
     With a negative slope the maximum of the norm would not be the maximum of the activation.
     """
     pending = x.pending
-    if not isinstance(pending, PendingNorm) or pending.slope != 1.0 or slope < 0.0:
+    if not isinstance(pending, PendingActivation) or pending.slope != 1.0 or slope < 0.0:
         return None
     if in_place:
         x.pending = pending.with_slope(slope)

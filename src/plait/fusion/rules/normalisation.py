@@ -17,7 +17,8 @@ from plait.fusion.errors import FusionError, user_line
 from plait.fusion.kernels import can_run_on
 from plait.fusion.rules.convolution import fold_channels, unfold_channels
 from plait.fusion.rules.elementwise import align_operand
-from plait.fusion.speed.lazy_norm import PendingNorm
+from plait.fusion.speed.lazy_activation import PendingActivation
+from plait.fusion.speed.lazy_reads import Watched
 from plait.fusion.speed.lazy_rows import pending_row_norm
 from plait.fusion.trials.batch_axis import require_rows_first
 from plait.fusion.trials.padding import masked_norm
@@ -113,7 +114,7 @@ def _pending(
     bias: Tensor,
     given: Options,
     trials: Trials,
-) -> PendingNorm:
+) -> PendingActivation:
     """Compute the statistics now, and the rest when the next operation is known."""
     from plait.fusion.kernels import batch_norm as kernels  # needs Triton, which a CPU build lacks
 
@@ -135,9 +136,8 @@ def _pending(
         value, index = (part.unflatten(1, (trials.count, -1)).movedim(1, 0) for part in pair)
         return value, index
 
-    return PendingNorm(
-        norm, largest if is_line else None, folded, inner, folded._version, torch.is_grad_enabled()
-    )
+    source = Watched(folded, "normalized")
+    return PendingActivation(norm, largest if is_line else None, source, inner, torch.is_grad_enabled())
 
 
 @rule("instance_norm")

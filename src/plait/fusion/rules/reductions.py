@@ -10,7 +10,7 @@ from torch import Tensor
 from plait.fusion.dispatch.fallback import loop, vmap_rule
 from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule
 from plait.fusion.dispatch.tensor import TrialTensor, wrap
-from plait.fusion.speed.lazy_norm import PendingNorm
+from plait.fusion.speed.lazy_activation import PendingActivation
 
 # Functions whose second argument is one axis, which is required.
 _ALONG = "softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin glu argsort logsumexp"
@@ -81,7 +81,7 @@ def reduce_one(function: Function, args: Arguments, kwargs: Options) -> Any:
         return vmap_rule(function, args, kwargs)
     rest = {k: v for k, v in kwargs.items() if k != "dim"}
     if name == "max" and second in (-1, x.dim() - 1) and _joins(x, args[2:], rest):
-        assert isinstance(x.pending, PendingNorm)
+        assert isinstance(x.pending, PendingActivation)
         return torch.return_types.max(wrap(x.pending.maximum(), x.trials))
     if second is not None:
         if not _are_axes(second):
@@ -97,7 +97,8 @@ def reduce_one(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 def _joins(x: TrialTensor, args: Arguments, kwargs: Options) -> bool:
     """Whether a maximum can be fused with a pending batch norm."""
-    return isinstance(x.pending, PendingNorm) and x.pending.largest is not None and not args and not kwargs
+    pending = x.pending if isinstance(x.pending, PendingActivation) else None
+    return pending is not None and pending.largest is not None and not args and not kwargs
 
 
 @rule("norm", "vector_norm")

@@ -37,13 +37,17 @@ def choose(operation: str, ways: Mapping[str, Way], *operands: Tensor | None) ->
     the first way is preferred if another is only a little faster. During the capture of a CUDA graph nothing
     can be measured, so an unknown shape uses the first way that works.
     """
+    name = chosen(operation, ways, *operands)
+    return _first_that_works(ways, operands) if name is None else ways[name](*operands)
+
+
+def chosen(operation: str, ways: Mapping[str, Way], *operands: Tensor | None) -> str | None:
+    """The name of the way that `choose` takes; None if it is unknown and cannot be measured now."""
     key = _key(operation, operands)
     name = _CHOSEN.get(key)
-    if name is None:
-        if not _can_measure(operands[0]):
-            return _first_that_works(ways, operands)
+    if name is None and _can_measure(operands[0]):
         name = _CHOSEN[key] = _kept_or_measured(key, ways, operands)
-    return ways[name](*operands)
+    return name
 
 
 def _kept_or_measured(

@@ -1,4 +1,4 @@
-"""Batch norms that are computed lazily, so that a following (leaky) ReLU or maximum is fused with them."""
+"""Batch norms and convolutions that are computed lazily, with a (leaky) ReLU or maximum after them."""
 
 from __future__ import annotations
 
@@ -8,32 +8,31 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from plait.fusion.errors import FusionError
+from plait.fusion.speed.lazy_reads import Watched
 
 
 @dataclass(frozen=True)
-class PendingNorm:
-    """A batch norm whose statistics are computed and whose output is not.
+class PendingActivation:
+    """An operation on `source` whose output is not computed yet.
 
-    `norm(slope)` computes it, `largest(slope)` its maximum over the last axis and the index of that; the
+    `compute(slope)` computes it, `largest(slope)` its maximum over the last axis and the index of that; the
     slope is the ReLU's factor for negative values, 1 without a ReLU. Both run in the gradient mode and on the
     values at the time of the call. `like` has the shape of the output, trials first.
     """
 
-    norm: Callable[[float], Tensor]
+    compute: Callable[[float], Tensor]
     largest: Callable[[float], tuple[Tensor, Tensor]] | None
-    source: Tensor
+    source: Watched
     like: Tensor
-    version: int
     grad: bool
     slope: float = 1.0
 
-    def with_slope(self, slope: float) -> PendingNorm:
+    def with_slope(self, slope: float) -> PendingActivation:
         return replace(self, slope=slope)
 
     def outcome(self) -> Tensor:
         with self._as_called():
-            return self.norm(self.slope)
+            return self.compute(self.slope)
 
     def maximum(self) -> tuple[Tensor, Tensor]:
         assert self.largest is not None
@@ -41,9 +40,5 @@ class PendingNorm:
             return self.largest(self.slope)
 
     def _as_called(self) -> torch.set_grad_enabled:
-        if self.source._version != self.version:
-            raise FusionError(
-                "a batch norm's input was written in place before the norm's output was used; write the "
-                "in-place operation out of place"
-            )
+        self.source.unwritten()
         return torch.set_grad_enabled(self.grad)
