@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from plait.fusion import FusionError, Shared, group_by_shape
 from plait.fusion.dispatch import random
 from plait.fusion.dispatch.random import Streams
+from plait.fusion.forward_patches import Patch
 from plait.fusion.trials.per_trial import PerTrial
 from plait.fusion.trials.single_trial import SingleTrialMode
 
@@ -486,3 +487,12 @@ def test_a_mask_that_is_filled_before_a_checkpoint_is_that_of_the_forward_and_na
         gradients.append([p.grad.clone() for p in fused.module.parameters()])
         assert fused.module.kept.isnan().all()
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def test_the_weights_of_recurrent_layers_are_left_as_they_are():
+    """cuDNN's layout is for those of one model; torch makes it when a module is moved."""
+    fused = fuse([nn.GRU(3, 4) for _ in range(2)])
+    assert isinstance(vars(fused.module)["flatten_parameters"], Patch)
+    fused.module.flatten_parameters()
+    assert "flatten_parameters" not in vars(fused.trial(0))
+    assert copy.deepcopy(fused)(torch.randn(2, 5, 1, 3))[0].shape == (2, 5, 1, 4)

@@ -92,6 +92,25 @@ def test_a_gru_under_bf16_autocast_trains_fused_as_alone(layers):
     assert_as_near_as_alone(lambda: Last(layers), x, BF16, torch.bfloat16)
 
 
+@pytest.mark.parametrize("kind", [None, torch.bfloat16])
+def test_recurrent_layers_are_verified_and_moved_on_a_gpu(kind):
+    models = models_of(lambda: Last(2))
+    fused = plait.fuse(models).to("cpu").to(DEVICE)  # compared at the first call
+    fused.module.gru.flatten_parameters()
+    with autocast(kind):
+        fused(torch.randn(3, 5, 6, 8, device=DEVICE))
+    assert fused.unfused == {}
+    assert "flatten_parameters" not in vars(fused.trial(0).gru)
+
+
+def test_a_model_whose_bias_is_rounded_under_autocast_is_found_right():
+    """The gradient of the bias is a sum of the weights of the comparison, which bfloat16 rounds."""
+    fused = plait.fuse(models_of(lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 10))))
+    with autocast(torch.bfloat16):
+        fused(torch.randn(3, 32, 16, device=DEVICE))
+    assert fused.unfused == {}
+
+
 def conv_net():
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2),

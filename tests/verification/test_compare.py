@@ -136,3 +136,13 @@ def test_a_loss_of_float32_may_differ_by_its_rounding_though_it_is_summed_in_flo
     wide = {"weight": torch.ones(2, dtype=torch.float64)}
     one, other = (ObservedStep(torch.tensor(loss, dtype=torch.float64), wide, {}) for loss in (2.0, 2 + 6e-8))
     assert [each.name for each in find_differences(one.tensors(), other.tensors(), Noise({}))] == ["the loss"]
+
+
+def test_a_computation_that_is_coarser_than_its_result_may_be_off_by_its_own_rounding():
+    exact = {"the gradient of bias": torch.full((4,), 33.0)}
+    rounded = {"the gradient of bias": torch.full((4,), 33.0 * (1 + 2.0**-8))}
+    wrong = {"the gradient of bias": torch.full((4,), 33.0 * (1 + 2.0**-5))}
+    coarse, fine = (measure_noise(exact, lambda _: exact, rounding) for rounding in (2.0**-8, 0.0))
+    assert find_differences(exact, rounded, coarse) == []
+    assert [each.name for each in find_differences(exact, wrong, coarse)] == ["the gradient of bias"]
+    assert find_differences(exact, rounded, fine) != []

@@ -1,4 +1,4 @@
-"""Replaced forwards of modules: batch norms with a cumulative average."""
+"""Replaced methods of modules, such as forwards of batch norms with a cumulative average."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
 
+# Methods that are replaced.
+REPLACED = ("forward", "generate", "flatten_parameters")
+
 
 class Patch(partial[Any]):
-    """A replaced method of a module; a trial that leaves the array gets the original forward back."""
+    """A replaced method of a module; a trial that leaves the array gets the original one back."""
 
 
 def patch_norms(module: nn.Module) -> None:
@@ -35,6 +38,17 @@ def patch_generate(module: nn.Module) -> None:
     """Replace `generate` of a model, which outside of a fused call would find the weights of all trials."""
     if callable(getattr(type(module), "generate", None)):
         vars(module)["generate"] = Patch(_generate, module)
+
+
+def patch_recurrent(module: nn.Module) -> None:
+    """Keep the weights of recurrent layers as they are: cuDNN's layout is for those of one model."""
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            vars(part)["flatten_parameters"] = Patch(_not_flattened, part)
+
+
+def _not_flattened(part: nn.Module) -> None:
+    pass
 
 
 def _generate(module: Any, *args: Any, **kwargs: Any) -> Any:

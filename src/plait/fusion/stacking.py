@@ -12,7 +12,7 @@ from plait.fusion.check import hyperparameters
 from plait.fusion.copies import held_values, independent_copy
 from plait.fusion.dispatch.install import recurrent_in, refresh_recurrent, slots_of, stack
 from plait.fusion.dispatch.tensor import OF_TRIAL
-from plait.fusion.forward_patches import Patch
+from plait.fusion.forward_patches import REPLACED, Patch
 from plait.fusion.trials.per_trial import PerTrial
 from plait.fusion.trials.unfused import PerTrialModules
 
@@ -62,7 +62,7 @@ def unstacked(
         memo[id(modules.part)] = modules.copy_of(number, memo)
     made = independent_copy(module, memo, hooks=False)
     for part in made.modules():
-        for name in ("forward", "generate"):
+        for name in REPLACED:
             if isinstance(vars(part).get(name), Patch):
                 delattr(part, name)
     refresh_recurrent(recurrent_in(made))

@@ -17,6 +17,9 @@ from plait.verification.observe import Observation
 FACTOR = 64.0
 # The minimum tolerance in rounding steps of the largest value, for sums in another order.
 STEPS = 64.0
+# The same in roundings of a computation that is coarser than what it returns, as under autocast: a sum of
+# constants is rounded there, which no perturbation shows.
+ROUNDINGS = 4.0
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,11 @@ def perturb_in_place(tensors: Iterable[Tensor], seed: int, step: float = 0.0) ->
             tensor.copy_(perturb(tensor.data, 1000 * seed + number, step))
 
 
-def measure_noise(expected: Observation, again: Callable[[int], Observation]) -> Noise:
-    """Measure the rounding error; `again(seed)` observes the plain model, perturbed, with seeds 0 and 1."""
+def measure_noise(expected: Observation, again: Callable[[int], Observation], rounding: float = 0.0) -> Noise:
+    """Measure the rounding error; `again(seed)` observes the plain model, perturbed, with seeds 0 and 1.
+
+    `rounding` is the precision of the computation, if coarser than that of the values.
+    """
     moved = [again(seed) for seed in range(2)]
     allowed = {}
     for name, value in expected.items():
@@ -71,7 +77,7 @@ def measure_noise(expected: Observation, again: Callable[[int], Observation]) ->
         amounts = [
             _apart(value, other) for other in others if other is not None and other.shape == value.shape
         ]
-        allowed[name] = max([_floor(value), *(FACTOR * amount for amount in amounts)])
+        allowed[name] = max([_floor(value, rounding), *(FACTOR * amount for amount in amounts)])
     return Noise(allowed)
 
 
@@ -129,14 +135,14 @@ def _comparable(tensor: Tensor) -> Tensor:
     return torch.view_as_real(plain).double() if plain.is_complex() else plain.double()
 
 
-def _floor(value: Tensor) -> float:
+def _floor(value: Tensor, rounding: float = 0.0) -> float:
     value = dense(value)
     if not (value.is_floating_point() or value.is_complex()) or value.numel() == 0:
         return 0.0
     finite = value.detach().abs().max().item()
     if not math.isfinite(finite):
         finite = _comparable(value).abs().nan_to_num(0.0, 0.0, 0.0).max().item()
-    return STEPS * torch.finfo(value.dtype).eps * finite
+    return max(STEPS * torch.finfo(value.dtype).eps, ROUNDINGS * rounding) * finite
 
 
 def _kind(tensor: Tensor) -> str:

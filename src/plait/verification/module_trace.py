@@ -74,14 +74,14 @@ class ModuleTrace:
 
 
 def differing_keys(
-    expected: ModuleTrace, moved: Sequence[ModuleTrace], actual: ModuleTrace, kind: str
+    expected: ModuleTrace, moved: Sequence[ModuleTrace], actual: ModuleTrace, kind: str, rounding: float = 0.0
 ) -> list[str]:
     """The keys in which the `values` or `gradients` of `actual` differ, in order, for modules called by both.
 
-    `moved` are traces from perturbed weights.
+    `moved` are traces from perturbed weights; `rounding` as in `measure_noise`.
     """
     wanted = {key: value for key, value in getattr(expected, kind).items() if path_of(key) in actual.calls}
-    noise = measure_noise(wanted, lambda seed: getattr(moved[seed], kind))
+    noise = measure_noise(wanted, lambda seed: getattr(moved[seed], kind), rounding)
     observed = {key: value for key, value in getattr(actual, kind).items() if key in wanted}
     return [difference.name for difference in find_differences(wanted, observed, noise)]
 

@@ -86,7 +86,7 @@ class Reference(ABC):
         rounding: float = 0.0,
     ) -> None:
         self.model, self.phases = model, phases
-        self._held, self._seed, self._rounding = held, seed, rounding
+        self._held, self._seed, self.rounding = held, seed, rounding
 
     def begin(self) -> None:  # noqa: B027  (most need nothing)
         """Called before the first phase of each run."""
@@ -110,7 +110,7 @@ class Reference(ABC):
         with borrowed(self.model, self._held):
             self.begin()
             if seed is not None:
-                perturb_in_place(self.model.parameters(), seed, self._rounding)
+                perturb_in_place(self.model.parameters(), seed, self.rounding)
             for number, phase in enumerate(self.phases[: last + 1]):
                 # Autocast caches casts of weights, and these are different weights.
                 torch.clear_autocast_cache()
@@ -149,7 +149,7 @@ def first_differences(
             if find_differences(wanted, reference.observe(phase), Noise({})):
                 # Its noise would hide any error.
                 raise NotRepeatableError(phase, differences[0])
-            noise[phase] = measure_noise(wanted, partial(reference.observe, phase))
+            noise[phase] = measure_noise(wanted, partial(reference.observe, phase), reference.rounding)
             differences = find_differences(wanted, observed, noise[phase])
         if differences:
             return phase, differences
@@ -162,7 +162,8 @@ def locate(
     """The first of `kinds` (`values`, `gradients`) in which a candidate's modules differ, and their keys."""
     expected = reference.trace(phase)
     moved = [reference.trace(phase, seed) for seed in range(2)]
-    each = ((kind, differing_keys(expected, moved, actual, kind)) for kind in kinds)
+    rounding = reference.rounding
+    each = ((kind, differing_keys(expected, moved, actual, kind, rounding)) for kind in kinds)
     return next(((kind, keys) for kind, keys in each if keys), None)
 
 

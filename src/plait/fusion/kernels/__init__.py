@@ -17,3 +17,13 @@ def can_run_on(x: Tensor) -> bool:
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
+
+
+def cdiv(size: int, block: int) -> int:
+    """How many blocks hold so many; Triton's own function takes longer than a kernel of a small model."""
+    return -(-size // block)
+
+
+def power_of_2_from(size: int) -> int:
+    """The smallest power of two that is no less."""
+    return 1 << max(0, size - 1).bit_length()

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.fusion.kernels import cdiv
+
 try:
     import triton
     import triton.language as tl
@@ -16,6 +18,8 @@ except ImportError:
     from plait.fusion.kernels import triton_stub as triton
 
 _ROWS, _COLUMNS = 16, 256
+# Of gradients, which are also summed.
+_FEWER_ROWS, _FEWER_COLUMNS = 8, 128
 # Enough programs to fill a GPU several times.
 _PROGRAMS = 132 * 8
 # torch's function of each activation that a kernel knows; without one only the bias is added.
@@ -46,7 +50,7 @@ def _bias_of(bias_ptr, width, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def _forward(
+def _activation_forward(
     y_ptr, bias_ptr, out_ptr, rows, width, row_stride,
     KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +70,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _activation_backward(
     dout_ptr, y_ptr, bias_ptr, dy_ptr, sums_ptr, rows, width,
     KIND: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -98,8 +102,8 @@ def _backward(
 def _apply(y: Tensor, bias: Tensor, out: Tensor, kind: str) -> None:
     trials, rows, width = y.shape
     if y.numel():
-        grid = (triton.cdiv(width, _COLUMNS), triton.cdiv(rows, _ROWS), trials)
-        _forward[grid](y, bias, out, rows, width, y.stride(1), kind, _ROWS, _COLUMNS)
+        grid = (cdiv(width, _COLUMNS), cdiv(rows, _ROWS), trials)
+        _activation_forward[grid](y, bias, out, rows, width, y.stride(1), kind, _ROWS, _COLUMNS)
 
 
 class _Biased(torch.autograd.Function):
@@ -133,16 +137,17 @@ class _Activated(torch.autograd.Function):
             found = iter(torch.autograd.grad(out, inputs, dout.float(), create_graph=True))
             return *(next(found) if asked else None for asked in ctx.needs_input_grad[:2]), None
         trials, rows, width = y.shape
-        across = triton.cdiv(width, _COLUMNS)
-        shares = max(1, min(triton.cdiv(rows, _ROWS), _PROGRAMS // (across * trials)))
+        across = cdiv(width, _FEWER_COLUMNS)
+        shares = max(1, min(cdiv(rows, _FEWER_ROWS), _PROGRAMS // (across * trials)))
         dy = torch.empty_like(y)
         # Without rows no program writes them.
         make = torch.empty if y.numel() else torch.zeros
         sums = make(trials, shares, width, device=y.device)
         if y.numel():
-            _backward[(across, shares, trials)](
-                dout.contiguous(), y, bias, dy, sums, rows, width, ctx.kind, _ROWS, _COLUMNS
-            )
+            _activation_backward[(across, shares, trials)](
+                dout.contiguous(), y, bias, dy, sums, rows, width, ctx.kind, _FEWER_ROWS, _FEWER_COLUMNS,
+                num_warps=8,
+            )  # fmt: skip
         return dy, sums.sum(1).to(bias.dtype), None
 
 

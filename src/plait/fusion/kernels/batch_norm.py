@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from plait.fusion.kernels import cdiv
+
 try:
     import triton
     import triton.language as tl
@@ -311,11 +313,11 @@ def statistics(
     else:
         sums = _partial(rows, channels, _CHANNELS, x.device)
         counts = sums.new_empty(len(sums))
-        grid = triton.cdiv(channels, _CHANNELS), len(sums)
+        grid = cdiv(channels, _CHANNELS), len(sums)
         _sums[grid](x, sums, counts, rows, channels, _ROWS, _CHANNELS)
     table = torch.empty((len(KNOWN), channels), dtype=torch.float32, device=x.device)
     mean, variance = running or (table, table)
-    _finish[(triton.cdiv(channels, 32),)](
+    _finish[(cdiv(channels, 32),)](
         sums, counts, weight, bias, mean, variance, table, len(sums), rows, channels, momentum, eps,
         running is not None, 32, 32,
     )  # fmt: skip
@@ -328,7 +330,7 @@ def _find_largest(
     batch, points, channels = x.shape
     value = torch.empty((batch, channels), dtype=torch.float32, device=x.device)
     index = torch.empty((batch, channels), dtype=torch.int32, device=x.device)
-    _largest[(triton.cdiv(channels, _CHANNELS), batch)](
+    _largest[(cdiv(channels, _CHANNELS), batch)](
         x, weight, value, index, value if sums is None else sums, value if counts is None else counts,
         points, channels, sums is not None, _ROWS, _CHANNELS,
     )  # fmt: skip
@@ -337,7 +339,7 @@ def _find_largest(
 
 def _partial(rows: int, channels: int, block: int, device: torch.device) -> Tensor:
     """Room for two sums of each channel, for as many programs as there are rows for."""
-    shares = max(1, min(_PROGRAMS // triton.cdiv(channels, block), triton.cdiv(rows, _ROWS)))
+    shares = max(1, min(_PROGRAMS // cdiv(channels, block), cdiv(rows, _ROWS)))
     return torch.empty((shares, 2, channels), dtype=torch.float32, device=device)
 
 
@@ -349,7 +351,7 @@ class _Norm(torch.autograd.Function):
         y = torch.empty_like(x)
         channels = x.shape[-1]
         rows = x.numel() // channels
-        grid = (triton.cdiv(channels, _CHANNELS), triton.cdiv(rows, _ROWS * _TILES))
+        grid = (cdiv(channels, _CHANNELS), cdiv(rows, _ROWS * _TILES))
         _normalise[grid](x, table, y, rows, channels, slope, _ROWS, _CHANNELS)
         ctx.save_for_backward(x, table)
         ctx.slope = slope
@@ -363,11 +365,11 @@ class _Norm(torch.autograd.Function):
         channels = x.shape[-1]
         rows = x.numel() // channels
         sums = _partial(rows, channels, _SUMMED, x.device)
-        grid = triton.cdiv(channels, _SUMMED), len(sums)
+        grid = cdiv(channels, _SUMMED), len(sums)
         _gradient_sums[grid](x, dy, table, sums, rows, channels, ctx.slope, _ROWS, _SUMMED)
         totals = sums.sum(0)
         dx = torch.empty_like(x)
-        grid = (triton.cdiv(channels, _CHANNELS), triton.cdiv(rows, _ROWS * _TILES))
+        grid = (cdiv(channels, _CHANNELS), cdiv(rows, _ROWS * _TILES))
         _gradient[grid](x, dy, table, totals, dx, rows, channels, ctx.slope, _ROWS, _CHANNELS)
         return dx, totals[1], totals[0], None, None
 
@@ -397,7 +399,7 @@ class _NormLargest(torch.autograd.Function):
         batch, points, channels = x.shape
         totals = torch.stack((dy.sum(0), (dy * (at - table[2]) * table[3]).sum(0)))
         dx = torch.empty_like(x)
-        grid = (triton.cdiv(channels, _CHANNELS), triton.cdiv(points, _ROWS * _TILES), batch)
+        grid = (cdiv(channels, _CHANNELS), cdiv(points, _ROWS * _TILES), batch)
         _gradient_of_largest[grid](
             x, dy, index, table, totals, dx, points, channels, batch * points, _ROWS, _CHANNELS
         )

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from plait.fusion.kernels import cdiv, power_of_2_from
 from plait.fusion.kernels.images import Pad, new_images, small_size
 
 try:
@@ -186,9 +188,15 @@ def fits(source: Tensor, taps: Tensor, stride: int, size: Sequence[int]) -> bool
     aligned = all(value % _ALIGNED_BYTES == 0 for value in values)
     # With a stride the descriptor has no axis left for the trials, and cannot separate them.
     phased = stride == 1 or (channels % 64 == 0 and size[0] % stride == 0 and size[1] % stride == 0)
-    return aligned and phased and torch.cuda.get_device_capability(source.device) >= (9, 0)
+    return aligned and phased and _has_tma(source.device)
 
 
+@cache
+def _has_tma(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
 def box_of(rows: int, batch: int, height: int, width: int) -> Box:
     """The box of `rows` pixels (images, height, width; powers of two) that wastes the fewest."""
     powers = [2**n for n in range(rows.bit_length())]
@@ -197,8 +205,7 @@ def box_of(rows: int, batch: int, height: int, width: int) -> Box:
 
 
 def _count(box: Box, batch: int, height: int, width: int) -> int:
-    count: int = triton.cdiv(batch, box[0]) * triton.cdiv(height, box[1]) * triton.cdiv(width, box[2])
-    return count
+    return cdiv(batch, box[0]) * cdiv(height, box[1]) * cdiv(width, box[2])
 
 
 def _described(images: Tensor, trials: int, stride: int, box: Box, block: int) -> Any:
@@ -238,7 +245,7 @@ def _gradient_tile(outs: int, channels: int) -> Tile:
 
 def _block(size: int, most: int) -> int:
     """The block size for this many channels: at least the minimum of Tensor Cores, at most `most`."""
-    return min(most, max(16, int(triton.next_power_of_2(size))))
+    return min(most, max(16, power_of_2_from(size)))
 
 
 def _is_point(taps: Tensor, stride: int, pad: Pad) -> bool:
@@ -305,10 +312,10 @@ def _multiply(
     trials, outs, kernel_h, kernel_w, channels = taps.shape
     reduced, columns = (outs, channels) if is_up else (channels, outs)
     batch, wide, out_h, out_w = made.shape
-    tiles = _count(box, batch, *phase_size) * triton.cdiv(columns, tile.columns)
+    tiles = _count(box, batch, *phase_size) * cdiv(columns, tile.columns)
     _box_product[(tiles, trials, geometry[0] ** 2 if is_up else 1)](
         a, b, bias if bias is not None else made, made, reduced, columns, wide, batch, out_h, out_w,
-        triton.cdiv(phase_size[0], box[1]), triton.cdiv(phase_size[1], box[2]),
+        cdiv(phase_size[0], box[1]), cdiv(phase_size[1], box[2]),
         kernel_h, kernel_w, *geometry, is_up, bias is not None, *box, tile.columns, tile.depth,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -328,14 +335,14 @@ def taps_gradient(
     tile = _gradient_tile(outs, channels)
     box = box_of(tile.depth, batch, out_h, out_w)
     steps = _count(box, batch, out_h, out_w)
-    parts = triton.cdiv(outs, tile.rows) * triton.cdiv(channels, tile.columns) * kernel_h * kernel_w
+    parts = cdiv(outs, tile.rows) * cdiv(channels, tile.columns) * kernel_h * kernel_w
     shares = max(1, min(_PROGRAMS // (parts * trials), steps // 8))
     gradient = torch.empty((shares, *taps.shape), dtype=torch.float32, device=large.device)
     totals = gradient.new_empty(shares, trials, outs) if sums else gradient
     _box_gradient[(parts, trials, shares)](
         _described(large, trials, stride, box, tile.columns), _described(small, trials, 1, box, tile.rows),
         gradient, totals, channels, outs, gradient.stride(1),
-        steps, triton.cdiv(out_h, box[1]), triton.cdiv(out_w, box[2]),
+        steps, cdiv(out_h, box[1]), cdiv(out_w, box[2]),
         kernel_h, kernel_w, stride, *pad, *box, tile.rows, tile.columns, sums,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.fusion.kernels import cdiv
+
 try:
     import triton
     import triton.language as tl
@@ -20,24 +22,23 @@ _MOST_PADDING = 64
 
 
 @triton.jit
-def _forward(x_ptr, target_ptr, loss_ptr, lse_ptr, classes, stride, ignored, BLOCK: tl.constexpr):
+def _loss_forward(x_ptr, target_ptr, loss_ptr, lse_ptr, classes, stride, ignored, BLOCK: tl.constexpr):
     """The loss of one row, and the logarithm of the sum of its exponentials."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row)
     lane = tl.arange(0, BLOCK)
-    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
+    top = tl.full((), float("-inf"), tl.float32)
+    base = top
     for start in range(0, classes, BLOCK):
         at = start + lane
         x = tl.load(x_ptr + row * stride + at, mask=at < classes, other=float("-inf")).to(tl.float32)
-        above = tl.maximum(largest, x)
-        # Lanes that have seen nothing but -inf would subtract it from itself.
+        above = tl.maximum(top, tl.max(x, 0))
+        # What is nothing but -inf would subtract it from itself.
         base = tl.where(above == float("-inf"), 0.0, above)
-        total = total * tl.exp(largest - base) + tl.exp(x - base)
-        largest = above
-    top = tl.max(largest, 0)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    lse = top + tl.log(tl.sum(total * tl.exp(largest - base), 0))
+        total = total * tl.where(top == float("-inf"), 0.0, tl.exp(top - base)) + tl.exp(x - base)
+        top = above
+    lse = base + tl.log(tl.sum(total, 0))
     tl.store(lse_ptr + row, lse)
     inside = (target >= 0) & (target < classes)
     chosen = tl.load(x_ptr + row * stride + tl.where(inside, target, 0)).to(tl.float32)
@@ -46,19 +47,20 @@ def _forward(x_ptr, target_ptr, loss_ptr, lse_ptr, classes, stride, ignored, BLO
 
 
 @triton.jit
-def _backward(
+def _loss_backward(
     x_ptr, target_ptr, lse_ptr, g_ptr, out_ptr, classes, stride, ignored, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The gradient of one block of a row, and zeros in the padding after the row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_ptr + row)
+    valid = (target >= 0) & (target < classes)
+    number = tl.where(valid, target, -1).to(tl.int32)
     gradient = tl.where(target == ignored, 0.0, tl.load(g_ptr + row))
     lse = tl.load(lse_ptr + row)
     x = tl.load(x_ptr + row * stride + at, mask=at < classes, other=0.0).to(tl.float32)
-    chance = tl.exp(x - lse) - tl.where(at == target, 1.0, 0.0)
+    chance = tl.exp(x - lse) - tl.where(at == number, 1.0, 0.0)
     # A row that is ignored has no gradient, whatever its logits are; a target that is no class has none.
-    valid = (target >= 0) & (target < classes)
     out = tl.where(target == ignored, 0.0, tl.where(valid, chance * gradient, float("nan")))
     out = tl.where(at < classes, out, 0.0)
     tl.store(out_ptr + row * stride + at, out.to(out_ptr.dtype.element_ty), mask=at < stride)
@@ -70,7 +72,7 @@ class _RowLosses(torch.autograd.Function):
         rows, classes = logits.shape
         losses, lse = (torch.empty(rows, device=logits.device, dtype=torch.float32) for _ in range(2))
         if rows:
-            _forward[(rows,)](
+            _loss_forward[(rows,)](
                 logits, target, losses, lse, classes, logits.stride(0), ignored, _BLOCK, num_warps=8
             )
         ctx.save_for_backward(logits, target, lse)
@@ -89,7 +91,7 @@ class _RowLosses(torch.autograd.Function):
         stride = logits.stride(0)
         out = logits.new_empty(rows, stride)
         if rows:
-            _backward[(rows, triton.cdiv(stride, _BLOCK))](
+            _loss_backward[(rows, cdiv(stride, _BLOCK))](
                 logits, target, lse, gradient.contiguous(), out, classes, stride, ctx.ignored, _BLOCK,
                 num_warps=8,
             )  # fmt: skip

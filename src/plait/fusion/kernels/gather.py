@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.fusion.kernels import cdiv
 from plait.fusion.kernels.images import Pad, new_images, small_size
 
 try:
@@ -230,7 +231,7 @@ def up(
 
 def _grid(rows: int, outs: int, count: int, phases: int) -> Any:
     return lambda meta: (
-        triton.cdiv(rows, meta["BLOCK_M"]) * triton.cdiv(outs, meta["BLOCK_N"]),
+        cdiv(rows, meta["BLOCK_M"]) * cdiv(outs, meta["BLOCK_N"]),
         count,
         phases,
     )
@@ -241,12 +242,12 @@ def taps_gradient(large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: 
     count, outs, kernel_h, kernel_w, channels = taps.shape
     batch, _, in_h, in_w = large.shape
     out_h, out_w = small.shape[2:]
-    tiles = triton.cdiv(outs, 128) * triton.cdiv(channels, 128) * kernel_h * kernel_w * count
+    tiles = cdiv(outs, 128) * cdiv(channels, 128) * kernel_h * kernel_w * count
     shares = max(1, min(_PROGRAMS // tiles, batch * out_h * out_w // 1024))
     parts = torch.empty((shares, *taps.shape), dtype=torch.float32, device=large.device)
 
     def grid(meta: Any) -> tuple[int, int, int]:
-        tiles = triton.cdiv(outs, meta["BLOCK_O"]) * triton.cdiv(channels, meta["BLOCK_C"])
+        tiles = cdiv(outs, meta["BLOCK_O"]) * cdiv(channels, meta["BLOCK_C"])
         return tiles * kernel_h * kernel_w, count, shares
 
     _weight_gradient[grid](

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.fusion.kernels import cdiv, power_of_2_from
 from plait.fusion.kernels.images import Pad, new_images, small_size
 
 try:
@@ -30,17 +31,19 @@ def _spread(
     PAD_H: tl.constexpr, PAD_W: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Separate each trial's images, padded with zeros on all sides and to `FEW` channels."""
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    channel = (offs % FEW).to(tl.int32)
-    pixel = (offs // FEW).to(tl.int32)
+    pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    channel = tl.arange(0, FEW)
     x_at = pixel % wide - PAD_W
-    y_at = pixel // wide % high - PAD_H
-    image = pixel // (wide * high) % batch
-    trial = pixel // (wide * high * batch)
-    inside = (x_at >= 0) & (x_at < in_w) & (y_at >= 0) & (y_at < in_h) & (channel < channels)
-    at = ((image * in_h + y_at) * in_w + x_at).to(tl.int64) * x_row + trial * channels + channel
-    x = tl.load(x_ptr + at, mask=inside & (offs < size), other=0.0)
-    tl.store(y_ptr + offs, x, mask=offs < size)
+    line = pixel // wide
+    y_at = line % high - PAD_H
+    image = line // high
+    trial = image // batch
+    inside = (x_at >= 0) & (x_at < in_w) & (y_at >= 0) & (y_at < in_h) & (pixel < size)
+    row = (((image % batch) * in_h + y_at) * in_w + x_at).to(tl.int64) * x_row + trial * channels
+    mask = inside[:, None] & (channel < channels)[None, :]
+    x = tl.load(x_ptr + row[:, None] + channel[None, :], mask=mask, other=0.0)
+    to = pixel.to(tl.int64)[:, None] * FEW + channel[None, :]
+    tl.store(y_ptr + to, x, mask=(pixel < size)[:, None])
 
 
 @triton.jit
@@ -157,7 +160,7 @@ def fits(taps: Tensor) -> bool:
 
 def _width(size: int) -> int:
     """The block size for this many columns: at least the minimum of Tensor Cores, at most what is fast."""
-    return min(64, max(16, int(triton.next_power_of_2(size))))
+    return min(64, max(16, power_of_2_from(size)))
 
 
 def spread_out(large: Tensor, taps: Tensor, stride: int, pad: Pad) -> Tensor:
@@ -165,19 +168,20 @@ def spread_out(large: Tensor, taps: Tensor, stride: int, pad: Pad) -> Tensor:
     trials, _, kernel_h, _, channels = taps.shape
     size, taps_across = small_size(large, taps, stride, pad), _taps_across(taps)
     high = (size[0] - 1) * stride + kernel_h
-    wide = stride * triton.cdiv((size[1] - 1) * stride + taps_across, stride)
+    wide = stride * cdiv((size[1] - 1) * stride + taps_across, stride)
     shape = (trials, large.shape[0], high, wide, FEW)
     spread = torch.empty(shape, dtype=large.dtype, device=large.device)
-    _spread[(triton.cdiv(spread.numel(), 1024),)](
-        large, spread, spread.numel(), *large.shape[:1], *large.shape[2:], high, wide,
-        channels, trials * channels, *pad, FEW, 1024,
+    pixels = spread.numel() // FEW
+    _spread[(cdiv(pixels, 512),)](
+        large, spread, pixels, *large.shape[:1], *large.shape[2:], high, wide,
+        channels, trials * channels, *pad, FEW, 512,
     )  # fmt: skip
     return spread
 
 
 def _taps_across(taps: Tensor) -> int:
     """The taps of a row of the kernel, with those that are zero."""
-    return int(triton.next_power_of_2(taps.shape[3]))
+    return power_of_2_from(taps.shape[3])
 
 
 def _geometry(spread: Tensor, size: tuple[int, int], stride: int) -> tuple[int, ...]:
@@ -204,7 +208,7 @@ def down(
     weights = F.pad(taps, (0, FEW - channels, 0, taps_across - kernel_w)).contiguous()
     rows, columns = large.shape[0] * size[0] * size[1], _width(outs)
     run = taps_across * FEW
-    _patch_product[(triton.cdiv(rows, _ROWS) * triton.cdiv(outs, columns), count)](
+    _patch_product[(cdiv(rows, _ROWS) * cdiv(outs, columns), count)](
         spread, weights, bias if bias is not None else large, small,
         rows, outs, *_geometry(spread, size, stride), count * outs,
         kernel_h * run, run, stride, FEW, bias is not None, slope, _ROWS, columns, _width(kernel_h * run),
@@ -228,7 +232,7 @@ def taps_gradient(
     size, taps_across = (small.shape[2], small.shape[3]), _taps_across(taps)
     rows, run = small.shape[0] * size[0] * size[1], taps_across * FEW
     block_o, block_k = _width(outs), _width(kernel_h * run)
-    tiles = triton.cdiv(outs, block_o) * triton.cdiv(kernel_h * run, block_k)
+    tiles = cdiv(outs, block_o) * cdiv(kernel_h * run, block_k)
     shares = max(1, min(_PROGRAMS // (tiles * count), rows // (4 * _ROWS)))
     shape = (shares, count, outs, kernel_h, taps_across, FEW)
     parts = torch.empty(shape, dtype=torch.float32, device=small.device)
@@ -258,7 +262,7 @@ def fold(
     count, _, kernel_h, kernel_w, channels = taps.shape
     large = new_images(columns, count * channels, size, kind)
     block = 1024
-    _fold[(triton.cdiv(large.numel(), block),)](
+    _fold[(cdiv(large.numel(), block),)](
         columns, bias if bias is not None else columns, large, large.numel(), count * channels, channels,
         *columns.shape[2:], *size, columns.shape[1],
         kernel_h, kernel_w, stride, *pad, bias is not None, block,

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.fusion.dispatch.random import is_kept
+from plait.fusion.kernels import cdiv, power_of_2_from
 
 try:
     import triton
@@ -158,7 +159,7 @@ _FROM_RANK = {True: _Tile(32, 128, 2, 4), False: _Tile(64, 128, 4, 3)}
 
 
 def _options(tile: _Tile, rank: int, scaled: bool, keys: Tensor | None) -> dict[str, Any]:
-    padded = max(_LEAST_RANK, triton.next_power_of_2(rank))
+    padded = max(_LEAST_RANK, power_of_2_from(rank))
     is_narrow = padded == _LEAST_RANK
     return {"ROWS": tile.rows, "CHANNELS": tile.channels if is_narrow else 64, "RANK": padded,
             "SCALED": scaled, "DROPS": keys is not None,
@@ -179,7 +180,7 @@ def _narrow(x: Tensor, w_trc: Tensor, scale: Tensor, scaled: bool, keys: Tensor 
     trials, rows, channels, rank = _sizes(x, w_trc.shape[1])
     out = torch.empty(trials, rows, rank, device=x.device, dtype=torch.float32)
     options = _options(_TO_RANK, rank, scaled, keys)
-    grid = (triton.cdiv(rows, options["ROWS"]), trials)
+    grid = (cdiv(rows, options["ROWS"]), trials)
     _to_rank[grid](x, w_trc, scale, keys, out, rows, channels, rank, *w_trc.stride(), **options)
     return out
 
@@ -190,7 +191,7 @@ def _widen(
     """Add the product of (trials, rows, rank) with weights (trials, rank, channels) to y."""
     trials, rows, channels, rank = _sizes(y, t.shape[2])
     options = _options(_FROM_RANK[w_trc.stride(2) == 1], rank, scaled, keys)
-    grid = (triton.cdiv(rows, options["ROWS"]), triton.cdiv(channels, options["CHANNELS"]), trials)
+    grid = (cdiv(rows, options["ROWS"]), cdiv(channels, options["CHANNELS"]), trials)
     _from_rank[grid](t, w_trc, scale, keys, y, rows, channels, rank, *w_trc.stride(), **options)
 
 
@@ -200,7 +201,7 @@ def _gradient(
     """Write the gradient of weights (trials, rank, channels) to `like_trc`."""
     trials, rows, channels, rank = _sizes(y, t.shape[2])
     options = _options(_OVER_ROWS, rank, scaled, keys)
-    grid = (triton.cdiv(channels, options["CHANNELS"]), trials)
+    grid = (cdiv(channels, options["CHANNELS"]), trials)
     _over_rows[grid](y, t, scale, keys, like_trc, rows, channels, rank, *like_trc.stride(), **options)
 
 

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from plait.fusion.kernels import power_of_2_from
+
 try:
     import triton
     import triton.language as tl
@@ -55,7 +57,7 @@ def _scores(q, k, scale, keys, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOC
 
 
 @triton.jit
-def _forward(
+def _attention_forward(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, scale, heads, queries, keys,
     q0, q1, q2, k0, k1, k2, v0, v1, v2, o0, o1, o2,
     CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
@@ -75,7 +77,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _attention_backward(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr, scale, heads, queries, keys,
     q0, q1, q2, k0, k1, k2, v0, v1, v2, o0, o1, o2, dq0, dq1, dq2, dk0, dk1, dk2, dv0, dv1, dv2,
     CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
@@ -100,7 +102,7 @@ def _backward(
 
 
 def _blocks(queries: int, keys: int, width: int) -> dict[str, int]:
-    sizes = [max(16, triton.next_power_of_2(length)) for length in (queries, keys)]
+    sizes = [max(16, power_of_2_from(length)) for length in (queries, keys)]
     return {
         "BLOCK_Q": sizes[0],
         "BLOCK_K": sizes[1],
@@ -120,7 +122,7 @@ class _Attention(torch.autograd.Function):
         ctx.sizes = scale, heads, queries, k.shape[2]
         ctx.blocks = {"CAUSAL": causal, **_blocks(queries, k.shape[2], width)}
         own = [stride for tensor in (q, k, v, o) for stride in tensor.stride()[:3]]
-        _forward[(batch * heads,)](q, k, v, o, lse, *ctx.sizes, *own, **ctx.blocks)
+        _attention_forward[(batch * heads,)](q, k, v, o, lse, *ctx.sizes, *own, **ctx.blocks)
         ctx.save_for_backward(q, k, v, lse)
         return o
 
@@ -132,7 +134,7 @@ class _Attention(torch.autograd.Function):
         do = do if do.stride(3) == 1 else do.contiguous()
         dq, dk, dv = _like(q, k, v)
         strides = [stride for tensor in (q, k, v, do, dq, dk, dv) for stride in tensor.stride()[:3]]
-        _backward[(q.shape[0] * q.shape[1],)](
+        _attention_backward[(q.shape[0] * q.shape[1],)](
             q, k, v, do, lse, dq, dk, dv, *ctx.sizes, *strides, **ctx.blocks
         )
         return dq, dk, dv, None, None

@@ -15,14 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.fusion.kernels import cdiv, power_of_2_from
+
 try:
     import triton
     import triton.language as tl
 except ImportError:
     from plait.fusion.kernels import triton_stub as triton
 
-# A program holds about this many values at a time: some rows, or one.
-_TILE = 4096
+# A program holds about this many values at a time, some rows or one, and a warp this many.
+_TILE, _OF_WARP = 2048, 1024
 MOST_CHANNELS = 8192
 # Enough programs to fill a GPU several times.
 _PROGRAMS = 132 * 8
@@ -58,7 +60,7 @@ def _own(ptr, channels, HAS: tl.constexpr, BLOCK_C: tl.constexpr, other: tl.cons
 
 
 @triton.jit
-def _forward(
+def _sum_norm_forward(
     x_ptr, y_ptr, add_ptr, weight_ptr, bias_ptr, sum_ptr, first_ptr, second_ptr, mean_ptr, inverse_ptr,
     rows, channels, eps,
     HAS_SUM: tl.constexpr, HAS_ADD: tl.constexpr, NORMS: tl.constexpr, CENTRED: tl.constexpr,
@@ -91,7 +93,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _sum_norm_backward(
     ds_ptr, first_ptr, second_ptr, x_ptr, weight_ptr, mean_ptr, inverse_ptr, dx_ptr, dy_ptr, parts_ptr,
     rows, channels,
     HAS_DS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_SECOND: tl.constexpr, CENTRED: tl.constexpr,
@@ -145,9 +147,9 @@ def _backward(
 
 
 def _tile(rows: int, channels: int) -> dict[str, int]:
-    across = triton.next_power_of_2(channels)
-    down = max(1, min(_TILE // across, triton.next_power_of_2(rows)))
-    return {"BLOCK_R": down, "BLOCK_C": across, "num_warps": 8 if across * down > 2048 else 4}
+    across = power_of_2_from(channels)
+    down = max(1, min(_TILE // across, power_of_2_from(rows)))
+    return {"BLOCK_R": down, "BLOCK_C": across, "num_warps": max(1, min(16, across * down // _OF_WARP))}
 
 
 class _SumNorm(torch.autograd.Function):
@@ -174,7 +176,7 @@ class _SumNorm(torch.autograd.Function):
         size = _tile(rows, channels)
         if x.numel():
             outputs = ([*made, x, x])[:2]
-            _forward[(triton.cdiv(rows, size["BLOCK_R"]), trials)](
+            _sum_norm_forward[(cdiv(rows, size["BLOCK_R"]), trials)](
                 x, y, add, weight, bias, x if total is None else total, *outputs, mean, inverse,
                 rows, channels, 0.0 if norm is None else norm.eps,
                 y is not None, add is not None, len(made), norm is not None and norm.centred,
@@ -199,7 +201,7 @@ class _SumNorm(torch.autograd.Function):
         x, weight, bias, mean, inverse = ctx.saved_tensors if normed else (None,) * 5
         trials, rows, channels = like.shape
         size = _tile(rows, channels)
-        shares = max(1, min(triton.cdiv(rows, size["BLOCK_R"]), _PROGRAMS // trials))
+        shares = max(1, min(cdiv(rows, size["BLOCK_R"]), _PROGRAMS // trials))
         passes = not normed and given[0] is not None and given[0].dtype == x_kind
         dx = given[0] if passes else like.new_empty(like.shape, dtype=x_kind)
         # Where y has the precision of x, their gradients are one tensor.
@@ -210,7 +212,7 @@ class _SumNorm(torch.autograd.Function):
         make = torch.empty if like.numel() else torch.zeros
         parts = make(3 if any(has) else 0, trials, shares, channels, device=like.device)
         if like.numel() and not (passes and joined and not any(has)):
-            _backward[(shares, trials)](
+            _sum_norm_backward[(shares, trials)](
                 *given, x, weight, mean, inverse, dx, like if dy is None else dy, parts, rows, channels,
                 *(part is not None for part in given), normed and ctx.norm.centred,
                 *has, not passes, not joined, **size,

@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from plait.fusion.kernels import cdiv
+
 try:
     import triton
     import triton.language as tl
@@ -57,6 +59,6 @@ def adam(p: Tensor, g: Tensor, mean: Tensor, square: Tensor, numbers: Tensor, de
     assert p.stride() == mean.stride() == square.stride()
     if g.stride() != p.stride():
         g = torch.empty_like(p).copy_(g)
-    _adam[(triton.cdiv(size, _BLOCK), trials)](
+    _adam[(cdiv(size, _BLOCK), trials)](
         p, g, mean, square, numbers, size, trials, decoupled, _BLOCK, num_warps=4
     )

@@ -47,6 +47,8 @@ class _CastDense(torch.autograd.Function):
 class _Padded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, kind: torch.dtype) -> Tensor:
+        # The first derivatives of a dense layer do not pass here.
+        ctx.set_materialize_grads(False)
         ctx.width, ctx.kind = own.shape[1], own.dtype
         padded = own.new_empty((len(own), ctx.width + -ctx.width % _ROUND, *own.shape[2:]), dtype=kind)
         # One trial after another, since torch copies what is not contiguous one number at a time.
@@ -55,8 +57,8 @@ class _Padded(torch.autograd.Function):
         return padded
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient[:, : ctx.width].to(ctx.kind), None
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        return None if gradient is None else gradient[:, : ctx.width].to(ctx.kind), None
 
 
 def _padded(weight: Tensor, kind: torch.dtype) -> Tensor:
