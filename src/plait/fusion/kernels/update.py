@@ -1,7 +1,9 @@
-"""Adam for all trials of a parameter in one pass over memory, each trial with its own coefficients."""
+"""Adam for all trials of several parameters in one pass over memory, each trial with its own coefficients."""
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found"
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,16 +17,38 @@ except ImportError:
     from plait.fusion.kernels import triton_stub as triton
 
 _BLOCK = 1024
+# The parameters of one launch, and what their addresses and sizes are multiples of, so that all launches are
+# of one compiled kernel.
+_MOST, _ALIGNED = 8, 16
+# A parameter, its gradient, and the averages of the gradient and of its square.
+Moments = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @triton.jit
 def _adam(
-    p_ptr, g_ptr, mean_ptr, square_ptr, table_ptr, size, trials,
-    DECOUPLED: tl.constexpr, BLOCK: tl.constexpr,
+    ps, gs, means, squares, sizes, table_ptr, trials,
+    DECOUPLED: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The formulas of `plait.fusion.optim.optimizer_kinds` for a block of one trial's elements."""
+    block = tl.program_id(0)
+    p_ptr = ps[0]
+    g_ptr = gs[0]
+    mean_ptr = means[0]
+    square_ptr = squares[0]
+    size = sizes[0]
+    first = 0
+    end = tl.cdiv(sizes[0], BLOCK)
+    for number in tl.static_range(1, COUNT):
+        if block >= end:
+            p_ptr = ps[number]
+            g_ptr = gs[number]
+            mean_ptr = means[number]
+            square_ptr = squares[number]
+            size = sizes[number]
+            first = end
+        end += tl.cdiv(sizes[number], BLOCK)
     trial = tl.program_id(1)
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offs = (block - first) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < size
     at = trial.to(tl.int64) * size + offs
     step = tl.load(table_ptr + trial)
@@ -49,16 +73,38 @@ def _adam(
     tl.store(square_ptr + at, square, mask=mask)
 
 
-def adam(p: Tensor, g: Tensor, mean: Tensor, square: Tensor, numbers: Tensor, decoupled: bool) -> None:
-    """One step in place; all in float32, each trial's elements contiguous.
+def adam(moments: Iterable[Moments], numbers: Tensor, decoupled: bool) -> None:
+    """One step of several parameters in place; all in float32, each trial's elements contiguous.
 
     `numbers` has a row per coefficient, in the order of Adam's `coefficients`, and a column per trial.
     """
-    trials, size = p.shape[0], p[0].numel()
-    assert p.stride(0) == size
+    for several in _launches(map(_prepared, moments)):
+        sizes = tuple(p[0].numel() for p, *_ in several)
+        columns = (tuple(column) for column in zip(*several))
+        blocks, trials = sum(cdiv(size, _BLOCK) for size in sizes), len(several[0][0])
+        _adam[(blocks, trials)](
+            *columns, sizes, numbers, trials, decoupled, len(several), _BLOCK, num_warps=4
+        )
+
+
+def _prepared(moments: Moments) -> Moments:
+    """With the gradient in the layout of the parameter."""
+    p, g, mean, square = moments
+    assert p.stride(0) == p[0].numel()
     assert p.stride() == mean.stride() == square.stride()
-    if g.stride() != p.stride():
-        g = torch.empty_like(p).copy_(g)
-    _adam[(cdiv(size, _BLOCK), trials)](
-        p, g, mean, square, numbers, size, trials, decoupled, _BLOCK, num_warps=4
-    )
+    return p, g if g.stride() == p.stride() else torch.empty_like(p).copy_(g), mean, square
+
+
+def _launches(moments: Iterable[Moments]) -> Iterator[Sequence[Moments]]:
+    """Those of the parameters of each launch; what is not aligned has one of its own."""
+    aligned: list[Moments] = []
+    for each in moments:
+        if each[0][0].numel() % _ALIGNED == 0 and all(part.data_ptr() % _ALIGNED == 0 for part in each):
+            aligned.append(each)
+        else:
+            yield [each]
+        if len(aligned) == _MOST:  # not all of them first, as gradients may be copies
+            yield aligned
+            aligned = []
+    if aligned:
+        yield aligned

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ from plait.fusion.optim.step_clock import StepClock
 
 # Hyperparameters or coefficients by name, each with one value per trial.
 Vectors = Mapping[str, Tensor]
+# A parameter, its gradient, and its states by name.
+WithState = tuple[Tensor, Tensor, dict[str, Tensor]]
 # Options that are the same for all trials, as one formula computes them all.
 Common = Mapping[str, Any]
 
@@ -56,9 +58,11 @@ class OptimizerKind:
     # takes after those of parameters and gradients; the hyperparameters and `common` are its options.
     kernel: Callable[..., None] | None = None
     kernel_states: tuple[str, ...] = ()
-    # Same as `update`, by one of our kernels in one pass over all trials; on a GPU, in float32. The
-    # coefficients are one tensor, with a row for each in the order of `coefficients`.
-    one_pass: Callable[[Tensor, Tensor, dict[str, Tensor], Tensor, Common], None] | None = None
+    # Same as `update` for several parameters, by one of our kernels in one pass over all trials; on a GPU, in
+    # float32. The coefficients are one tensor, with a row for each in the order of `coefficients`.
+    one_pass: Callable[[Iterable[tuple[Tensor, Tensor, dict[str, Tensor]]], Tensor, Common], None] | None = (
+        None
+    )
 
     def torch_names(self) -> dict[str, Any]:
         """The hyperparameters under torch's names, with torch's defaults."""

@@ -5,14 +5,14 @@ Formulas are those of torch.optim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.fusion.optim.kind import Common, OptimizerKind, Vectors
+from plait.fusion.optim.kind import Common, OptimizerKind, Vectors, WithState
 from plait.fusion.optim.matrix_kinds import ADAFACTOR, MUON
 from plait.fusion.optim.step_clock import StepClock, nadam_momentum
 from plait.fusion.optim.trial_gradients import of_trials
@@ -107,11 +107,14 @@ def _moments(
 
 
 def _adam_pass(
-    decoupled: bool, p: Tensor, g: Tensor, state: dict[str, Tensor], table: Tensor, common: Common
+    decoupled: bool,
+    updated: Iterable[WithState],
+    table: Tensor,
+    common: Common,
 ) -> None:
     from plait.fusion.kernels.update import adam  # needs Triton, which a CPU build lacks
 
-    adam(p, g, state["exp_avg"], state["exp_avg_sq"], table, decoupled)
+    adam(((p, g, state["exp_avg"], state["exp_avg_sq"]) for p, g, state in updated), table, decoupled)
 
 
 def _nadam_coefficients(h: Vectors, clock: StepClock) -> dict[str, Tensor]:

@@ -132,8 +132,9 @@ def _at_once(
         precision = torch.promote_types(precision, dtype)
     tables = {id(clock): _coefficients(group, clock, moving, precision) for clock in clocks}
     if (one_pass := group.kind.one_pass) and _in_one_pass(group, parameters):
-        for p, g, state, clock in updated:
-            one_pass(p, _of_active(g, moving), state, tables[id(clock)].rows, group.switches)
+        for clock in clocks:
+            of_clock = ((p, _of_active(g, moving), state) for p, g, state, own in updated if own is clock)
+            one_pass(of_clock, tables[id(clock)].rows, group.switches)
         return
     alike: dict[Any, list[Updated]] = {}
     for p, g, state, clock in updated:
