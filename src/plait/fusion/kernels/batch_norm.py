@@ -23,6 +23,8 @@ except ImportError:
     from plait.fusion.kernels import triton_stub as triton
 
 _ROWS, _CHANNELS = 32, 128
+# Of a maximum, which is kept with its index and sums for each of them.
+_FEWER_ROWS = 8
 # Of its channels a program reads the table once, and then this many tiles.
 _TILES = 16
 # Sums are over as many rows a program as fill a GPU about once; of gradients, over fewer channels.
@@ -332,7 +334,7 @@ def _find_largest(
     index = torch.empty((batch, channels), dtype=torch.int32, device=x.device)
     _largest[(cdiv(channels, _CHANNELS), batch)](
         x, weight, value, index, value if sums is None else sums, value if counts is None else counts,
-        points, channels, sums is not None, _ROWS, _CHANNELS,
+        points, channels, sums is not None, _FEWER_ROWS, _CHANNELS,
     )  # fmt: skip
     return value, index
 

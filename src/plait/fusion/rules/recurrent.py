@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,42 +17,90 @@ from plait.fusion.rules.dropout import drop
 from plait.fusion.trials.per_trial import PerTrial
 
 State = tuple[Tensor, ...]
-# (input projection, state, weight_hh, bias_hh) -> the next state, output first
-Step = Callable[[Tensor, State, Tensor, Tensor | None], State]
 
 
-def _lstm_step(from_input: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
-    hidden, cell = state
-    gates = from_input + batched_linear(hidden, weight, bias)
-    enter, forget, new, leave = gates.unflatten(-1, (4, -1)).unbind(-2)
-    cell = forget.sigmoid() * cell + enter.sigmoid() * new.tanh()
-    return leave.sigmoid() * cell.tanh(), cell
+class Step(NamedTuple):
+    """A time step of one kind of layer.
+
+    `forward` takes the products of the input and of the hidden state, and the state; it returns the next
+    state, output first, and what `backward` needs. That takes the gradient of the next state, what was kept,
+    and the hidden state before and after; it returns the gradients of both products and of the state before,
+    without what passes through the product (None: nothing else).
+    """
+
+    forward: Callable[[Tensor, Tensor, State], tuple[State, list[Tensor]]]
+    backward: Callable[[State, Sequence[Tensor], Tensor, Tensor], tuple[Any, ...]]
 
 
-def _gru_step(from_input: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
+def _lstm(from_input: Tensor, product: Tensor, state: State) -> tuple[State, list[Tensor]]:
+    before = state[1]
+    gates = from_input + product
+    # That of the new values is not used, which takes less than to leave it out.
+    opened = gates.sigmoid()
+    enter, forget, _, leave = opened.chunk(4, -1)
+    new = gates.chunk(4, -1)[2].tanh()
+    cell = forget * before + enter * new
+    shown = cell.tanh()
+    return (leave * shown, cell), [opened, new, before, shown]
+
+
+def _lstm_back(of_next: State, saved: Sequence[Tensor], before: Tensor, after: Tensor) -> tuple[Any, ...]:
+    opened, new, cell, shown = saved
+    enter, forget, _, leave = opened.chunk(4, -1)
+    of_hidden, of_cell = of_next
+    of_cell = of_cell + _tanh_back(of_hidden * leave, shown)
+    of_new = _tanh_back(of_cell * enter, new)
+    of_opened = torch.cat([of_cell * new, of_cell * cell, of_new, of_hidden * shown], -1)
+    of_gates = _sigmoid_back(of_opened, opened)
+    of_gates.chunk(4, -1)[2].copy_(of_new)
+    return of_gates, of_gates, None, of_cell * forget
+
+
+# The gradient of the input from that of the result, and the result.
+_sigmoid_back = torch.ops.aten.sigmoid_backward
+_tanh_back = torch.ops.aten.tanh_backward
+
+
+def _gru(from_input: Tensor, product: Tensor, state: State) -> tuple[State, list[Tensor]]:
     (hidden,) = state
-    reset, update, new = from_input.unflatten(-1, (3, -1)).unbind(-2)
-    hidden_reset, hidden_update, hidden_new = (
-        batched_linear(hidden, weight, bias).unflatten(-1, (3, -1)).unbind(-2)
-    )
-    candidate = (new + (reset + hidden_reset).sigmoid() * hidden_new).tanh()
-    # Not lerp, as under autocast the products are in 16 bits and the first state is not.
-    return (candidate + (update + hidden_update).sigmoid() * (hidden - candidate),)
+    size = 2 * hidden.shape[-1]
+    own = product[..., size:]
+    opened = (from_input[..., :size] + product[..., :size]).sigmoid()
+    reset, update = opened.chunk(2, -1)
+    new = (from_input[..., size:] + reset * own).tanh()
+    # Not lerp, as on a CPU under autocast the products are in 16 bits and the first state is not.
+    return (new + update * (hidden - new),), [opened, new, own]
 
 
-def _tanh_step(from_input: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
-    return ((from_input + batched_linear(state[0], weight, bias)).tanh(),)
+def _gru_back(of_next: State, saved: Sequence[Tensor], before: Tensor, after: Tensor) -> tuple[Any, ...]:
+    opened, new, own = saved
+    reset, update = opened.chunk(2, -1)
+    (of_hidden,) = of_next
+    of_kept = of_hidden * update
+    of_new = _tanh_back(of_hidden - of_kept, new)
+    of_opened = _sigmoid_back(torch.cat([of_new * own, of_hidden * (before - new)], -1), opened)
+    of_input = torch.cat([of_opened, of_new], -1)
+    return of_input, torch.cat([of_opened, of_new * reset], -1), of_kept
 
 
-def _relu_step(from_input: Tensor, state: State, weight: Tensor, bias: Tensor | None) -> State:
-    return ((from_input + batched_linear(state[0], weight, bias)).relu(),)
+def _plain(activation: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Step:
+    """A layer without gates; `slope` is that of the activation, from its result."""
+
+    def forward(from_input: Tensor, product: Tensor, state: State) -> tuple[State, list[Tensor]]:
+        return (activation(from_input + product),), []
+
+    def backward(of_next: State, saved: Sequence[Tensor], before: Tensor, after: Tensor) -> tuple[Any, ...]:
+        of_sum = of_next[0] * slope(after)
+        return of_sum, of_sum, None
+
+    return Step(forward, backward)
 
 
 _STEPS: dict[str, Step] = {
-    "lstm": _lstm_step,
-    "gru": _gru_step,
-    "rnn_tanh": _tanh_step,
-    "rnn_relu": _relu_step,
+    "lstm": Step(_lstm, _lstm_back),
+    "gru": Step(_gru, _gru_back),
+    "rnn_tanh": _plain(torch.tanh, lambda y: 1.0 - y * y),
+    "rnn_relu": _plain(torch.relu, lambda y: (y > 0).to(y.dtype)),
 }
 
 
@@ -82,7 +130,7 @@ def layers(function: Function, args: Arguments, kwargs: Options) -> Any:
             number = layer * directions + direction
             layer_weights = flat_weights[number * per_layer : (number + 1) * per_layer]
             first = tuple(part[number] for part in begin)
-            out, end = _run(_STEPS[function.__name__], inner, first, layer_weights, backwards=direction == 1)
+            out, end = _run(function.__name__, inner, first, layer_weights, backwards=direction == 1)
             outputs.append(out)
             ends.append(end)
         inner = torch.cat(outputs, -1) if both_ways else outputs[0]
@@ -96,17 +144,100 @@ def weight_of(weight: Tensor) -> Tensor:
 
 
 def _run(
-    step: Step, x_tbsc: Tensor, state: State, weights: list[Tensor], backwards: bool
+    kind: str, x_tbsc: Tensor, state: State, weights: list[Tensor], backwards: bool
 ) -> tuple[Tensor, State]:
     """One layer in one direction over a batch of sequences (trials, batch, time, channels)."""
     input_weight, state_weight = weights[:2]
     input_bias, state_bias = weights[2:] if len(weights) == 4 else (None, None)
-    steps = list(batched_linear(x_tbsc, input_weight, input_bias).unbind(2))
+    from_input = batched_linear(x_tbsc, input_weight, input_bias)
+    if state_weight.dim() == 2 or any(part.dtype != from_input.dtype for part in state):
+        return _take_steps(kind, from_input, state_weight, state_bias, state, backwards)
+    # Under autocast cast once, not at each time step.
+    own = [None if part is None else part.to(from_input.dtype) for part in (state_weight, state_bias)]
+    outcome = _Sequence.apply(kind, backwards, from_input, *own, *state)  # type: ignore[no-untyped-call]
+    return outcome[0], outcome[1:]
+
+
+def _take_steps(
+    kind: str, from_input: Tensor, weight: Tensor, bias: Tensor | None, state: State, backwards: bool
+) -> tuple[Tensor, State]:
+    """All outputs and the last state, in operations that autograd keeps."""
     outputs = []
-    for from_input in reversed(steps) if backwards else steps:
-        state = step(from_input, state, state_weight, state_bias)
+    for own in _in_order(from_input, backwards):
+        state, _ = _STEPS[kind].forward(own, batched_linear(state[0], weight, bias), state)
         outputs.append(state[0])
     return torch.stack(outputs[::-1] if backwards else outputs, 2), state
+
+
+def _in_order(x_tbsc: Tensor, backwards: bool) -> Sequence[Tensor]:
+    """The time steps in the order in which a direction takes them."""
+    steps = x_tbsc.unbind(2)
+    return steps[::-1] if backwards else steps
+
+
+class _Sequence(torch.autograd.Function):
+    """`_take_steps` of tensors of one type.
+
+    Autograd would keep a node and its tensors for each operation of each step.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kind: str,
+        backwards: bool,
+        from_input_tbsg: Tensor,
+        weight_tgh: Tensor,
+        bias_tg: Tensor | None,
+        *state: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.kind, ctx.backwards = kind, backwards
+        step, weight = _STEPS[kind].forward, weight_tgh.mT.contiguous()
+        offset = None if bias_tg is None else bias_tg.unsqueeze(1)
+        begin, outputs, kept = state, list[Tensor](), list[Tensor]()
+        for from_input in _in_order(from_input_tbsg, backwards):
+            hidden = state[0]
+            product = torch.bmm(hidden, weight) if offset is None else torch.baddbmm(offset, hidden, weight)
+            state, saved = step(from_input, product, state)
+            outputs.append(state[0])
+            kept += saved
+        # A model may write to what is returned, so that it is not kept itself.
+        ctx.save_for_backward(from_input_tbsg, weight_tgh, bias_tg, *begin, *outputs, *kept)
+        ctx.states, ctx.steps = len(begin), len(outputs)
+        return torch.stack(outputs[::-1] if backwards else outputs, 2), *(part.clone() for part in state)
+
+    @staticmethod
+    def backward(ctx: Any, of_outputs: Tensor, *of_last: Tensor) -> tuple[Any, ...]:
+        from_input, weight, bias, *others = ctx.saved_tensors
+        states, steps = ctx.states, ctx.steps
+        if torch.is_grad_enabled():  # a gradient that is differentiated again
+            begin = tuple(others[:states])
+            outputs, last = _take_steps(ctx.kind, from_input, weight, bias, begin, ctx.backwards)
+            inputs = [from_input, weight, bias, *begin]
+            asked = [part for part in inputs if part is not None and part.requires_grad]
+            gradients = of_outputs, *of_last
+            found = iter(torch.autograd.grad((outputs, *last), asked, gradients, create_graph=True))
+            each = (next(found) if part is not None and part.requires_grad else None for part in inputs)
+            return None, None, *each
+        step, kept = _STEPS[ctx.kind].backward, others[states + steps :]
+        hidden = [others[0], *others[states : states + steps]]
+        size = len(kept) // steps
+        of_state: State = of_last
+        of_inputs: list[Tensor] = []
+        of_products: list[Tensor] = []
+        for number, own in reversed([*enumerate(_in_order(of_outputs, ctx.backwards))]):
+            of_state = (of_state[0] + own, *of_state[1:])
+            saved = kept[number * size : (number + 1) * size]
+            of_input, of_product, passed, *rest = step(of_state, saved, hidden[number], hidden[number + 1])
+            through = torch.bmm(of_product, weight)
+            of_state = (through if passed is None else through.add_(passed), *rest)
+            of_inputs.append(of_input)
+            of_products.append(of_product)
+        before, of_product = torch.cat(hidden[-2::-1], 1), torch.cat(of_products, 1)
+        of_weight = torch.bmm(of_product.mT, before)
+        of_bias = None if bias is None else of_product.sum(1)
+        of_input = torch.stack(of_inputs if ctx.backwards else of_inputs[::-1], 2)
+        return None, None, of_input, of_weight, of_bias, *of_state
 
 
 def _as_products(state: Tensor) -> Tensor:
@@ -145,9 +276,8 @@ def cell(function: Function, args: Arguments, kwargs: Options) -> Any:
     )
     assert input_weight is not None
     assert state_weight is not None
+    before = tuple(_as_products(unwrap(part, trials)) for part in states)
     from_input = batched_linear(unwrap(x, trials), input_weight, input_bias)
-    step = _STEPS[function.__name__.removesuffix("_cell")]
-    end = step(
-        from_input, tuple(_as_products(unwrap(part, trials)) for part in states), state_weight, state_bias
-    )
+    product = batched_linear(before[0], state_weight, state_bias)
+    end, _ = _STEPS[function.__name__.removesuffix("_cell")].forward(from_input, product, before)
     return wrap(end if function.__name__ == "lstm_cell" else end[0], trials)
