@@ -42,7 +42,7 @@ def mlora_step(
         adapter = {name: _adapter(modules, index, peft, name) for name in model.linears_info()}
         model.load_adapter(adapter)
         trained += [tensor for each in adapter.values() for tensor in each.get_trainable_tensors()]
-    optimizer = torch.optim.AdamW(trained, lr=rate, fused=some.is_cuda)
+    optimizer = torch.optim.AdamW(trained, lr=rate, fused=some.is_cuda, capturable=some.is_cuda)
     data = args.ModelData([], [], [], False, 0, [])
     data.data_config_ = [args.ModelDataConfig(str(n), "lora", n, n + 1) for n in range(len(models))]
 

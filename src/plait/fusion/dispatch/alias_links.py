@@ -96,10 +96,11 @@ def is_view_alone(stacked: Tensor) -> bool:
     It is if `stacked` has no gaps and its other axes are in order.
     """
     strides = [stride for stride, size in zip(stacked.stride()[1:], stacked.shape[1:]) if size > 1]
-    return strides == sorted(strides, reverse=True) and _is_dense(stacked)
+    return strides == sorted(strides, reverse=True) and is_dense(stacked)
 
 
-def _is_dense(x: Tensor) -> bool:
+def is_dense(x: Tensor) -> bool:
+    """Whether x has no gaps and no element twice."""
     expected = 1
     for stride, size in sorted(zip(x.stride(), x.shape)):
         if size > 1:

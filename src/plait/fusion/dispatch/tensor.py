@@ -32,7 +32,7 @@ from plait.fusion.trials.per_trial import PerTrial, on_device
 OF_TRIAL = "plait.fusion.trial"
 
 
-class Pending(Protocol):
+class PendingValue(Protocol):
     """What is computed when it is known what for; `like` has the shape of the outcome, trials first."""
 
     @property
@@ -68,7 +68,7 @@ class TrialTensor(torch.Tensor):
     # rules.
     compute: ClassVar[Callable[[Rule | None, Function, Arguments, Options], Any]]
     trials: Trials
-    pending: Pending | None
+    pending: PendingValue | None
     # Whether this is a view with permuted axes, as it then is in a single model.
     permuted: bool = False
     # The axis with the rows of a padded batch; None if it has none, or it is unknown.
@@ -76,7 +76,7 @@ class TrialTensor(torch.Tensor):
     _stacked: Tensor | None
 
     @staticmethod
-    def __new__(cls, inner: Tensor, trials: Trials, pending: Pending | None = None) -> TrialTensor:
+    def __new__(cls, inner: Tensor, trials: Trials, pending: PendingValue | None = None) -> TrialTensor:
         """Wrap `inner`, trials first, or the future result of `pending`, which has the shape of `inner`."""
         shape = inner.shape
         if type(inner) is TrialTensor or not shape or shape[0] != trials.count:

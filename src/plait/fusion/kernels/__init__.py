@@ -20,7 +20,7 @@ def _has_triton() -> bool:
 
 
 def cdiv(size: int, block: int) -> int:
-    """How many blocks hold so many; Triton's own function takes longer than a kernel of a small model."""
+    """How many blocks hold `size` elements; Triton's function takes longer than a kernel of a small model."""
     return -(-size // block)
 
 

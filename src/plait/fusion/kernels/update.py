@@ -96,7 +96,7 @@ def _prepared(moments: Moments) -> Moments:
 
 
 def _launches(moments: Iterable[Moments]) -> Iterator[Sequence[Moments]]:
-    """Those of the parameters of each launch; what is not aligned has one of its own."""
+    """The parameters of each launch; what is not aligned is launched alone."""
     aligned: list[Moments] = []
     for each in moments:
         if each[0][0].numel() % _ALIGNED == 0 and all(part.data_ptr() % _ALIGNED == 0 for part in each):

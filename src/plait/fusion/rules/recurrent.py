@@ -19,7 +19,7 @@ from plait.fusion.trials.per_trial import PerTrial
 State = tuple[Tensor, ...]
 
 
-class Step(NamedTuple):
+class TimeStep(NamedTuple):
     """A time step of one kind of layer.
 
     `forward` takes the products of the input and of the hidden state, and the state; it returns the next
@@ -83,7 +83,7 @@ def _gru_back(of_next: State, saved: Sequence[Tensor], before: Tensor, after: Te
     return of_input, torch.cat([of_opened, of_new * reset], -1), of_kept
 
 
-def _plain(activation: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Step:
+def _plain(activation: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> TimeStep:
     """A layer without gates; `slope` is that of the activation, from its result."""
 
     def forward(from_input: Tensor, product: Tensor, state: State) -> tuple[State, list[Tensor]]:
@@ -93,12 +93,12 @@ def _plain(activation: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Ten
         of_sum = of_next[0] * slope(after)
         return of_sum, of_sum, None
 
-    return Step(forward, backward)
+    return TimeStep(forward, backward)
 
 
-_STEPS: dict[str, Step] = {
-    "lstm": Step(_lstm, _lstm_back),
-    "gru": Step(_gru, _gru_back),
+_STEPS: dict[str, TimeStep] = {
+    "lstm": TimeStep(_lstm, _lstm_back),
+    "gru": TimeStep(_gru, _gru_back),
     "rnn_tanh": _plain(torch.tanh, lambda y: 1.0 - y * y),
     "rnn_relu": _plain(torch.relu, lambda y: (y > 0).to(y.dtype)),
 }

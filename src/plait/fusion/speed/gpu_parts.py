@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.fusion.dispatch.alias_links import is_dense
 from plait.fusion.kernels import can_run_on
 
 # Below, copies cost less than to think about them.
@@ -83,20 +84,10 @@ def _has_words(tensor: Tensor, step: int) -> bool:
 def parts_of(x: Tensor, cut: Cut) -> Sequence[Tensor]:
     """`cut(x)`, views of x; its gradients are put together fast where x is large and on a GPU."""
     large = x.numel() >= _LEAST_ELEMENTS and x.requires_grad and torch.is_grad_enabled()
-    if not large or not can_run_on(x) or not _is_dense(x):
+    if not large or not can_run_on(x) or not is_dense(x):
         return cut(x)
     with torch.no_grad():
         if len(cut(x)) > _MOST_PARTS:
             return cut(x)
     parts: tuple[Tensor, ...] = _Parts.apply(x, cut)  # type: ignore[no-untyped-call]
     return parts
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Whether x has no holes and no number twice."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -24,7 +24,7 @@ class Table:
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
-        # Rows that were looked up with their gradients, in a backward that is under way.
+        # Rows that were looked up with their gradients, of the current backward.
         self.looked_up: list[tuple[Tensor, Tensor]] = []
         # Where the gradient of a dense layer is, which nothing else reads.
         self.fresh: int | None = None
