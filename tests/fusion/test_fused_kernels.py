@@ -65,6 +65,34 @@ def test_a_convolution_and_its_gradients_equal_torchs_in_float64(
     check_gradients(y, given, wanted, exact)
 
 
+@pytest.mark.parametrize(
+    ("channels", "size", "kernel", "stride", "pad", "dilation"),
+    [
+        (24, (9, 7), (3, 3), (1, 1), (1, 1), (1, 1)),
+        (40, (12, 10), (5, 5), (2, 2), (2, 2), (1, 1)),
+        (7, (14, 9), (7, 7), (1, 1), (3, 3), (1, 1)),
+        (16, (11, 13), (3, 2), (2, 3), (0, 1), (2, 1)),
+        (70, (1, 31), (1, 4), (1, 1), (0, 3), (1, 1)),
+    ],
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_depthwise_convolution_and_its_gradients_equal_torchs_in_float64(
+    channels, size, kernel, stride, pad, dilation, has_bias
+):
+    from plait.fusion.kernels.depthwise import depthwise_convolution
+
+    torch.manual_seed(0)
+    x, total = images(channels, *size).requires_grad_(), TRIALS * channels
+    filters = torch.randn(total, 1, *kernel, device="cuda", requires_grad=True)
+    bias = torch.randn(total, device="cuda", requires_grad=True) if has_bias else None
+    given = [x, filters, *([bias] if has_bias else [])]
+    y = depthwise_convolution(x, filters, bias, stride, pad, dilation)
+    exact = [part.detach().double().requires_grad_() for part in given]
+    rounded = exact[1] + (filters.detach().bfloat16().double() - exact[1]).detach()
+    wanted = F.conv2d(exact[0], rounded, exact[2] if has_bias else None, stride, pad, dilation, groups=total)
+    check_gradients(y, given, wanted, exact)
+
+
 @pytest.mark.parametrize(("channels", "outs", "size", "kernel", "stride", "pad"), SHAPES)
 def test_a_transposed_convolution_and_its_gradients_equal_torchs_in_float64(
     channels, outs, size, kernel, stride, pad

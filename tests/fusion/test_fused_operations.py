@@ -39,6 +39,10 @@ LAYERS = {
     "conv2d": (lambda: nn.Conv2d(3, 4, 3, stride=2, padding=1), floats(2, 3, 7, 7)),
     "conv2d dilated in groups": (lambda: nn.Conv2d(4, 6, 3, dilation=2, groups=2), floats(2, 4, 9, 9)),
     "conv2d same": (lambda: nn.Conv2d(3, 4, 3, padding="same"), floats(2, 3, 6, 6)),
+    "conv2d same, unlike sides": (
+        lambda: nn.Conv2d(3, 4, (2, 3), padding="same", dilation=3),
+        floats(2, 3, 6, 6),
+    ),
     "conv2d valid": (lambda: nn.Conv2d(3, 4, 3, padding="valid", bias=False), floats(2, 3, 6, 6)),
     "conv2d reflected": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), floats(2, 3, 6, 6)),
     "conv2d circular": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), floats(2, 3, 6, 6)),

@@ -19,6 +19,8 @@ from plait.fusion.speed.lazy_activation import PendingActivation
 from plait.fusion.speed.lazy_reads import Watched, like_of
 
 _NAMES = "input weight bias stride padding dilation groups"
+# Of the axis with one row that images of one spatial axis get.
+_OF_ONE_ROW = (("stride", 1), ("padding", 0), ("dilation", 1))
 _TRANSPOSED = "input weight bias stride padding output_padding groups dilation"
 # Below, passes over memory cost less than to think about them.
 _LEAST_ELEMENTS = 1 << 18
@@ -88,6 +90,7 @@ def _per_trial(
 ) -> Tensor | PendingActivation:
     spatial = weight.dim() - 3
     numbers = {name: _each(options[name], spatial) for name in options}
+    numbers["padding"] = _padding(numbers, weight.shape[3:])
     if groups == 1 and _is_pointwise(weight, numbers):
         return choose("pointwise", _fitting_pointwise(_needs_channels_last(x)), x, weight, bias)
     if groups == 1 and spatial == 2 and "same" not in numbers["padding"]:
@@ -95,7 +98,31 @@ def _per_trial(
         if _can_wait(x, weight) and chosen(operation, ways, x, weight, bias) == "gathered":
             return _pending(function, x, weight, bias, numbers)
         return choose(operation, ways, x, weight, bias)
+    if _is_depthwise(weight, groups) and "same" not in numbers["padding"] and _has_kernel(x):
+        return _depthwise(x, weight, bias, numbers)
     return _grouped(function, x, weight, bias, options, groups)
+
+
+def _is_depthwise(weight: Tensor, groups: int) -> bool:
+    """Whether each channel of one or two spatial axes has one filter of its own."""
+    return weight.dim() < 6 and weight.shape[1] == groups and weight.shape[2] == 1
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return can_run_on(x) and _needs_channels_last(x)
+
+
+def _depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
+    """By our kernel, which takes all channels of all trials in one launch."""
+    from plait.fusion.kernels.depthwise import depthwise_convolution  # needs Triton
+
+    if x.dim() == 4:  # one spatial axis
+        of_rows = {name: (least, *options[name]) for name, least in _OF_ONE_ROW}
+        return _depthwise(x.unsqueeze(3), weight.unsqueeze(3), bias, of_rows).squeeze(3)
+    flat_bias = None if bias is None else bias.reshape(-1)
+    geometry = (options[name] for name in ("stride", "padding", "dilation"))
+    wide = depthwise_convolution(fold_channels(x), weight.flatten(0, 1), flat_bias, *geometry)
+    return unfold_channels(wide, weight.shape[0])
 
 
 def _can_wait(x: Tensor, weight: Tensor) -> bool:
@@ -155,9 +182,18 @@ def _each(value: Any, spatial: int) -> tuple[Any, ...]:
     return tuple(value) * (spatial // len(value)) if isinstance(value, (tuple, list)) else (value,) * spatial
 
 
+def _padding(numbers: Options, kernel: Sequence[int]) -> tuple[Any, ...]:
+    """The padding of each axis as a number; `same` if its sides are unlike, or torch refuses its stride."""
+    pads: tuple[Any, ...] = numbers["padding"]
+    both_sides = [step * (size - 1) for step, size in zip(numbers["dilation"], kernel)]
+    if "same" not in pads or set(numbers["stride"]) != {1} or any(total % 2 for total in both_sides):
+        return pads
+    return tuple(total // 2 for total in both_sides)
+
+
 def _is_pointwise(weight: Tensor, numbers: Options) -> bool:
     ones = all(size == 1 for size in weight.shape[3:]) and all(step == 1 for step in numbers["stride"])
-    return ones and all(pad in (0, "same") for pad in numbers["padding"])
+    return ones and all(pad == 0 for pad in numbers["padding"])
 
 
 def _grouped(

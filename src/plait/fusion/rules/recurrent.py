@@ -96,12 +96,59 @@ def _plain(activation: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Ten
     return TimeStep(forward, backward)
 
 
+def _rows(tensor: Tensor) -> Tensor:
+    """(trials, batch, channels) as (trials x batch, channels), for torch's kernels of cells."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _lstm_on_gpu(from_input: Tensor, product: Tensor, state: State) -> tuple[State, list[Tensor]]:
+    before = state[1]
+    made = torch.ops.aten._thnn_fused_lstm_cell(_rows(from_input), _rows(product), _rows(before))
+    hidden, cell = (part.view_as(before) for part in made[:2])
+    return (hidden, cell), [before, cell, made[2]]
+
+
+def _lstm_back_on_gpu(
+    of_next: State, saved: Sequence[Tensor], before: Tensor, after: Tensor
+) -> tuple[Any, ...]:
+    *cells, work = saved
+    made = torch.ops.aten._thnn_fused_lstm_cell_backward_impl(
+        *map(_rows, of_next), *map(_rows, cells), work, False
+    )
+    of_gates = made[0].view(*after.shape[:2], -1)
+    return of_gates, of_gates, None, made[1].view_as(after)
+
+
+def _gru_on_gpu(from_input: Tensor, product: Tensor, state: State) -> tuple[State, list[Tensor]]:
+    (hidden,) = state
+    made = torch.ops.aten._thnn_fused_gru_cell(_rows(from_input), _rows(product), _rows(hidden))
+    return (made[0].view_as(hidden),), [made[1]]
+
+
+def _gru_back_on_gpu(
+    of_next: State, saved: Sequence[Tensor], before: Tensor, after: Tensor
+) -> tuple[Any, ...]:
+    made = torch.ops.aten._thnn_fused_gru_cell_backward(_rows(of_next[0]), saved[0], False)
+    of_input, of_product, of_kept = (part.view(*after.shape[:2], -1) for part in made[:3])
+    return of_input, of_product, of_kept
+
+
 _STEPS: dict[str, TimeStep] = {
     "lstm": TimeStep(_lstm, _lstm_back),
     "gru": TimeStep(_gru, _gru_back),
     "rnn_tanh": _plain(torch.tanh, lambda y: 1.0 - y * y),
     "rnn_relu": _plain(torch.relu, lambda y: (y > 0).to(y.dtype)),
 }
+# By torch's kernels of cells, whose gradients cannot be differentiated again.
+_STEPS_ON_GPU = {
+    **_STEPS,
+    "lstm": TimeStep(_lstm_on_gpu, _lstm_back_on_gpu),
+    "gru": TimeStep(_gru_on_gpu, _gru_back_on_gpu),
+}
+
+
+def _step_on(device: torch.device, kind: str) -> TimeStep:
+    return (_STEPS_ON_GPU if device.type == "cuda" else _STEPS)[kind]
 
 
 @takes_per_trial
@@ -192,7 +239,7 @@ class _Sequence(torch.autograd.Function):
         *state: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.kind, ctx.backwards = kind, backwards
-        step, weight = _STEPS[kind].forward, weight_tgh.mT.contiguous()
+        step, weight = _step_on(weight_tgh.device, kind).forward, weight_tgh.mT.contiguous()
         offset = None if bias_tg is None else bias_tg.unsqueeze(1)
         begin, outputs, kept = state, list[Tensor](), list[Tensor]()
         for from_input in _in_order(from_input_tbsg, backwards):
@@ -219,7 +266,7 @@ class _Sequence(torch.autograd.Function):
             found = iter(torch.autograd.grad((outputs, *last), asked, gradients, create_graph=True))
             each = (next(found) if part is not None and part.requires_grad else None for part in inputs)
             return None, None, *each
-        step, kept = _STEPS[ctx.kind].backward, others[states + steps :]
+        step, kept = _step_on(weight.device, ctx.kind).backward, others[states + steps :]
         hidden = [others[0], *others[states : states + steps]]
         size = len(kept) // steps
         of_state: State = of_last
@@ -229,8 +276,8 @@ class _Sequence(torch.autograd.Function):
             of_state = (of_state[0] + own, *of_state[1:])
             saved = kept[number * size : (number + 1) * size]
             of_input, of_product, passed, *rest = step(of_state, saved, hidden[number], hidden[number + 1])
-            through = torch.bmm(of_product, weight)
-            of_state = (through if passed is None else through.add_(passed), *rest)
+            through = torch.bmm(of_product, weight) if passed is None else passed.baddbmm(of_product, weight)
+            of_state = (through, *rest)
             of_inputs.append(of_input)
             of_products.append(of_product)
         before, of_product = torch.cat(hidden[-2::-1], 1), torch.cat(of_products, 1)
