@@ -1,6 +1,6 @@
 """Adapters of unlike ranks, scales and layers on one frozen model, trained in one loop; PEFT saves each.
 
-python examples/lora_sweep.py FOLDER    (needs pip install 'plait[peft]')
+python examples/lora_sweep.py [FOLDER]    (needs pip install 'plait[peft]')
 """
 
 import copy
@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import plait
 
+folder = sys.argv[1] if len(sys.argv) > 1 else "adapters"
 torch.manual_seed(0)
 sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 base = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, use_cache=False)).double()
@@ -33,5 +34,5 @@ for _ in range(20):
     losses.sum().backward()
     optimizer.step()
 for config, adapter, loss in zip(configs, fused.split(), losses.tolist()):
-    PeftModel.save_pretrained(adapter, f"{sys.argv[1]}/rank-{config.r}")
+    PeftModel.save_pretrained(adapter, f"{folder}/rank-{config.r}")
     print(f"rank {config.r}: loss {loss:.12f}")

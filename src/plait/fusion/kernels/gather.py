@@ -70,6 +70,7 @@ def _fitting_weights(configs: list[Any], arguments: Any, **_: Any) -> list[Any]:
     prune_configs_by={"early_config_prune": _fitting_products},
     warmup=3,
     rep=12,
+    cache_results=True,
 )
 @triton.jit
 def _gather_product(
@@ -150,6 +151,7 @@ def _gather_product(
     prune_configs_by={"early_config_prune": _fitting_weights},
     warmup=3,
     rep=12,
+    cache_results=True,
 )
 @triton.jit
 def _weight_gradient(
