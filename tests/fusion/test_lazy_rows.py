@@ -106,16 +106,22 @@ class WithoutGradients(Layers):
         return self.norm(x + y) * scale + F.relu(y)
 
 
-class InInferenceMode(Layers):
+class ReadWithoutGradients(Layers):
     """What is read there first has gradients all the same."""
+
+    mode = torch.no_grad
 
     def forward(self, x):
         y = self.one(x)
         total = x + y
         n = self.norm(total)
-        with torch.inference_mode():
+        with self.mode():
             y.mean(), total.mean(), n.mean()
         return n * total + y * self.two(n)
+
+
+class ReadInInferenceMode(ReadWithoutGradients):
+    mode = torch.inference_mode
 
 
 class IntoCheckpoint(Layers):
@@ -148,7 +154,8 @@ CALLS = {
     ReadTwice: ["relu", "biased", "sum norm", " norm"],
     InPlace: ["relu", "sum", "biased"],
     WithoutGradients: ["biased", " norm"],
-    InInferenceMode: ["biased", "sum", " norm", "biased"],
+    ReadWithoutGradients: ["biased", "sum", " norm", "biased"],
+    ReadInInferenceMode: ["biased", "sum", " norm", "biased"],
     IntoCheckpoint: ["sum", "biased", "biased", " norm", " norm", "biased", " norm"],
 }
 

@@ -166,8 +166,8 @@ class PendingRowNorm:
             with torch.enable_grad():
                 rows = rows_of(self.watched.unwritten())
                 norms = [*sum_norm(rows, None, None, norm, weight, bias)]
-        for kind, made in zip(kinds, norms):
-            self.made[kind] = made.view(self.like.shape)
+        with torch.enable_grad():
+            self.made |= {kind: made.view(self.like.shape) for kind, made in zip(kinds, norms)}
 
 
 def pending_row_norm(
