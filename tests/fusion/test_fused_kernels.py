@@ -169,6 +169,32 @@ def test_a_norm_with_what_follows_it_equals_torchs_in_float64(slope, takes_large
             )
 
 
+@pytest.mark.parametrize("has_largest", [False, True])
+def test_the_maximum_of_a_norm_is_that_of_its_weights_then_and_the_index_of_zeros_is_the_first(has_largest):
+    from plait.fusion.kernels.batch_norm import statistics, trial_norm_largest
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 40, 24, device="cuda", dtype=torch.float16)
+    weight = torch.linspace(-1.0, 1.0, 24, device="cuda")
+    bias = torch.linspace(1.0, -9.0, 24, device="cuda")
+    wanted, index = F.relu(F.batch_norm(x.float().mT, None, None, weight, bias, True)).max(2)
+    known = statistics(x, weight, bias, None, 0.1, 1e-5, has_largest)
+    value, found = trial_norm_largest(x, weight.neg_(), bias, known, 0.0)
+    assert torch.allclose(value.float(), wanted, atol=1e-2)
+    assert (wanted == 0).any()
+    assert torch.equal(found, index)
+
+
+def test_a_backward_that_read_a_weight_before_adam_wrote_it_is_refused_by_torch():
+    fused = fuse([nn.Linear(16, 16) for _ in range(TRIALS)]).to("cuda")
+    optimizer = FusedOptimizer(fused, "adam", lr=0.1)
+    loss = fused(torch.randn(TRIALS, 4, 16, device="cuda", requires_grad=True)).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("kind", ["adam", "adamw"])
 def test_adam_in_one_pass_makes_the_steps_of_torchs_adam(kind):
     torch.manual_seed(0)

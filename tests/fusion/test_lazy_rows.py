@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import attrgetter
 
 import pytest
 import torch
@@ -105,6 +106,34 @@ class WithoutGradients(Layers):
         return self.norm(x + y) * scale + F.relu(y)
 
 
+class ReadWithoutGradients(Layers):
+    """What is read there first has gradients all the same."""
+
+    mode = torch.no_grad
+
+    def forward(self, x):
+        y = self.one(x)
+        total = x + y
+        n = self.norm(total)
+        with self.mode():
+            y.mean(), total.mean(), n.mean()
+        return n * total + y * self.two(n)
+
+
+class ReadInInferenceMode(ReadWithoutGradients):
+    mode = torch.inference_mode
+
+
+class IntoCheckpoint(Layers):
+    """A layer's output and a sum wait where a checkpoint that reads them begins, and are read after it."""
+
+    def forward(self, x):
+        y = self.one(x)
+        total = x + y
+        z = checkpoint(lambda own: self.two(F.gelu(y)) * self.norm(own), total, use_reentrant=False)
+        return self.other(total) + z * y
+
+
 class Recomputed(Layers):
     def __init__(self, reentrant):
         super().__init__()
@@ -125,6 +154,9 @@ CALLS = {
     ReadTwice: ["relu", "biased", "sum norm", " norm"],
     InPlace: ["relu", "sum", "biased"],
     WithoutGradients: ["biased", " norm"],
+    ReadWithoutGradients: ["biased", "sum", " norm", "biased"],
+    ReadInInferenceMode: ["biased", "sum", " norm", "biased"],
+    IntoCheckpoint: ["sum", "biased", "biased", " norm", " norm", "biased", " norm"],
 }
 
 
@@ -165,6 +197,62 @@ def test_a_norm_that_only_dense_layers_read_is_written_in_their_precision_alone(
     assert kernels == [" norm", "gelu tanh", "sum norm", "silu", "sum"]
 
 
+class Keeping(Layers):
+    """Keeps what waits, and reads it in the next forward."""
+
+    kept = None
+
+    def forward(self, x):
+        before, self.kept = self.kept, self.norm(x + self.one(x))
+        return self.two(x) if before is None else self.two(x) * before.detach()
+
+
+def test_what_a_model_keeps_is_computed_from_the_weights_of_its_forward(kernels):
+    models = [Keeping() for _ in range(2)]
+    fused = fuse(copy.deepcopy(models), verify=False)
+    for step in range(3):
+        x = torch.randn(2, 4, 5, WIDTH)
+        y = fused(x)
+        for own, right in zip(y, [model(own) for model, own in zip(models, x)]):
+            torch.testing.assert_close(own.float(), right, rtol=1e-4, atol=1e-5)
+        for module in (fused, *models):
+            for parameter in module.parameters():
+                parameter.data += 0.1 * (step + 1)
+
+
+@pytest.mark.parametrize("ask", ["register_hook", "retain_grad", "grad"])
+@pytest.mark.parametrize("after", ["activation", "sum", "norm", "layer"])
+def test_the_gradient_of_what_was_passed_by_is_refused_and_that_of_a_clone_is_whole(after, ask, kernels):
+    class Asking(Layers):
+        clones = False
+
+        def forward(self, x):
+            y = self.one(x) + x if after == "norm" else self.norm(x) if after == "layer" else self.one(x)
+            y = y.clone() if self.clones else y
+            z = {"activation": F.relu, "sum": x.add, "norm": self.norm, "layer": self.two}[after](y)
+            z = z * z
+            if ask == "register_hook":
+                y.register_hook(lambda gradient: gradient * 0.5)
+            elif ask == "retain_grad":
+                y.retain_grad()
+            else:
+                z = z * torch.autograd.grad(z.sum(), y, create_graph=True)[0]
+            return z
+
+    models = [Asking() for _ in range(2)]
+    fused = fuse(copy.deepcopy(models), verify=False)
+    x = torch.randn(2, 4, 5, WIDTH)
+    with pytest.raises(FusionError, match=r"asks for the gradient of a tensor after it was used.*\.clone"):
+        fused(x)
+    Asking.clones = True
+    fused(x).sum().backward()
+    for number, model in enumerate(models):
+        model(x[number]).sum().backward()
+        for own, right in zip(fused.module.parameters(), model.parameters()):
+            if right.grad is not None:
+                torch.testing.assert_close(own.grad[number], right.grad, rtol=1e-4, atol=1e-4)
+
+
 def add_to(x):
     x.add_(1.0)
 
@@ -186,4 +274,19 @@ def test_a_tensor_that_is_written_while_what_reads_it_waits_is_refused(waiting, 
 
     fused = fuse([Writing() for _ in range(2)], verify=False)
     with pytest.raises(FusionError, match="written in place after it was"):
+        fused(torch.randn(2, 4, 5, WIDTH))
+
+
+@pytest.mark.parametrize("write", [add_to, add_to_data])
+@pytest.mark.parametrize("name", ["one.bias", "norm.weight", "norm.bias"])
+def test_a_weight_that_is_written_before_it_was_read_is_refused(name, write, kernels):
+    class Writing(Layers):
+        def forward(self, x):
+            z = self.norm(x) if name.startswith("norm") else self.one(x)
+            with torch.no_grad():
+                write(attrgetter(name)(self))
+            return z * 1.0
+
+    fused = fuse([Writing() for _ in range(2)], verify=False)
+    with pytest.raises(FusionError, match="written in place after it was read by a"):
         fused(torch.randn(2, 4, 5, WIDTH))

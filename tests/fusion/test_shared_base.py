@@ -303,6 +303,28 @@ def test_what_is_shared_is_described():
     assert never.describe() == "3 trials of 1.11 kB, nothing held once"
 
 
+@pytest.mark.parametrize("name", ["bias_hh_l0", "bias_ih_l0", "weight_hh_l0", "weight_ih_l0"])
+def test_one_weight_of_a_recurrent_layer_can_be_shared_and_the_others_trained(name):
+    models = [nn.LSTM(3, 2, batch_first=True).double() for _ in range(3)]
+    for model in models:
+        weight = getattr(model, name).requires_grad_(False)
+        with torch.no_grad():
+            weight.copy_(torch.linspace(-1.0, 1.0, weight.numel()).view_as(weight))
+    fused = fuse(models)
+    assert list(fused.shared) == [name]
+    # As many sequences as gates, so that nothing broadcasts the wrong axis unseen.
+    x = torch.randn(3, 8, 5, 3, dtype=torch.float64)
+    found = fused(x)[0]
+    found.square().sum().backward()
+    for number, model in enumerate(models):
+        wanted = model(x[number])[0]
+        wanted.square().sum().backward()
+        torch.testing.assert_close(found[number], wanted, **CLOSE)
+        for own, lone in zip(fused.module.parameters(), model.parameters()):
+            if lone.grad is not None:
+                torch.testing.assert_close(own.grad[number], lone.grad, **CLOSE)
+
+
 def test_frozen_weights_that_differ_are_those_of_each_trial():
     models = trials("mlp", 3, copies=True)
     with torch.no_grad():

@@ -23,7 +23,7 @@ def collected(monkeypatch):
     total = tied_rows.Table.total
 
     def counting(table, gradient):
-        counted.extend([len(table.looked_up)] * bool(table.looked_up))
+        counted.extend(map(len, table.looked_up.values()))
         return total(table, gradient)
 
     monkeypatch.setattr(tied_rows, "can_run_on", lambda x: True)
@@ -62,6 +62,15 @@ class Recomputed(Tied):
     def forward(self, ids):
         h = checkpoint(lambda own: self.words(own).tanh(), ids, use_reentrant=False)
         return checkpoint(self.head, h, use_reentrant=False)
+
+
+class Renewed(Tied):
+    """With other values, in other memory, between two uses."""
+
+    def forward(self, ids):
+        before = self.head(self.words(ids))
+        self.words.weight.data = self.words.weight.data * 0.5
+        return before + self.head(self.words(ids.flip(1)))
 
 
 class Frozen(Tied):
@@ -114,6 +123,44 @@ def test_gradients_that_are_asked_for_by_name_and_those_of_gradients_are_whole()
         (of_right,) = torch.autograd.grad(right.square().sum(), model.words.weight)
         for found, wanted in ((first, right), (again, right), (seen[0], right), (second, of_right)):
             torch.testing.assert_close(found[number], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_values_that_a_model_sets_between_two_uses_are_those_of_the_second():
+    torch.manual_seed(0)
+    models = [Renewed() for _ in range(2)]
+    fused = fuse(copy.deepcopy(models), verify=False)
+    ids = torch.randint(WORDS, (2, 5, 6))
+    y = fused(ids)
+    y.square().mean().backward()
+    for number, model in enumerate(models):
+        alone = model(ids[number])
+        alone.square().mean().backward()
+        torch.testing.assert_close(y[number], alone)
+        found = fused.module.words.weight.grad[number] * 2  # the mean is that of two trials
+        torch.testing.assert_close(found, model.words.weight.grad)
+
+
+def test_a_backward_that_failed_leaves_nothing_to_the_next_one():
+    class Failing(Tied):
+        def forward(self, ids):
+            y = self.head(self.words(ids))
+            y.register_hook(fail_once)
+            return y + self.words(ids.flip(1)).sum()  # whose backward comes first
+
+    failures = [RuntimeError("once")]
+
+    def fail_once(gradient):
+        if failures:
+            raise failures.pop()
+
+    fused = fuse([Failing() for _ in range(2)], verify=False)
+    ids = torch.randint(WORDS, (2, 5, 6))
+    loss = fused(ids).sin().sum()
+    with pytest.raises(RuntimeError, match="once"):
+        loss.backward(retain_graph=True)
+    (found,) = torch.autograd.grad(loss, fused.module.words.weight)
+    (wanted,) = torch.autograd.grad(fused(ids).sin().sum(), fused.module.words.weight)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("least_padded", [1, 4096])

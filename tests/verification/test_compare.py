@@ -146,3 +146,9 @@ def test_a_computation_that_is_coarser_than_its_result_may_be_off_by_its_own_rou
     assert find_differences(exact, rounded, coarse) == []
     assert [each.name for each in find_differences(exact, wrong, coarse)] == ["the gradient of bias"]
     assert find_differences(exact, rounded, fine) != []
+
+
+def test_a_counter_that_lags_behind_is_seen_in_a_coarse_computation_too():
+    exact, lagging = ({"the buffer steps": torch.tensor(count)} for count in (200.0, 199.0))
+    noise = measure_noise(exact, lambda _: exact, rounding=2.0**-8)
+    assert [each.name for each in find_differences(exact, lagging, noise)] == ["the buffer steps"]

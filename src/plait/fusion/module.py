@@ -150,6 +150,7 @@ class FusedModule(nn.Module):
         entered_kwargs = {name: _each_leaf(enter, value) for name, value in kwargs.items()}
         with self._running():
             outcome = function(*entered_args, **entered_kwargs)
+        self._trials.compute_pending()
         return _each_leaf(partial(leave_trials, self._trials), outcome)
 
     @contextmanager
@@ -170,6 +171,8 @@ class FusedModule(nn.Module):
     def _again(self) -> Callable[[], AbstractContextManager[None]]:
         """A context factory that restores the current state in backward, for activation checkpointing."""
         trials = self._trials
+        # What is read in a checkpoint must be in the same state when that is recomputed.
+        trials.compute_pending()
         assert trials.streams is not None
         streams, rows = trials.streams.repeated(), trials.rows
         filled = () if self._mode is None else self._mode.filled

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from plait.verification.observe import Observation
+from plait.verification.observe import BUFFER, Observation
 
 # The tolerance as a multiple of the plain model's change under perturbed inputs.
 FACTOR = 64.0
@@ -77,7 +77,9 @@ def measure_noise(expected: Observation, again: Callable[[int], Observation], ro
         amounts = [
             _apart(value, other) for other in others if other is not None and other.shape == value.shape
         ]
-        allowed[name] = max([_floor(value, rounding), *(FACTOR * amount for amount in amounts)])
+        # A buffer may be a counter, of which a step is less than such a rounding.
+        coarse = 0.0 if name.startswith(BUFFER) else rounding
+        allowed[name] = max([_floor(value, coarse), *(FACTOR * amount for amount in amounts)])
     return Noise(allowed)
 
 

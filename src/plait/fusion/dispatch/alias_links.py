@@ -18,7 +18,7 @@ from plait.fusion.errors import FusionError, user_line
 
 # Whether any link was made in this process; if not, no lookup is needed.
 made = False
-# Layers, and casts that are not computed yet, whose input was written to after they had read it.
+# Layers whose input was written to after they had read it.
 readers_of_written: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -77,9 +77,21 @@ def note_reader(tensor: Tensor, reader: Any) -> None:
     tensor.untyped_storage().__dict__.setdefault("plait_readers", weakref.WeakSet()).add(reader)
 
 
+def writes_to(tensor: Tensor) -> int:
+    """How often calls on trial tensors have written to the memory of `tensor`, also through `.data`.
+
+    They are counted from the first call of this function on.
+    """
+    global made
+    made = True
+    count: int = getattr(tensor.untyped_storage(), "plait_writes", 0)
+    return count
+
+
 def repeat_writes(written: Tensor, seen: tuple[Any, ...] = ()) -> None:
     """After a write to `written`, repeat it in all linked tensors."""
     storage = written.untyped_storage()
+    storage.__dict__["plait_writes"] = writes_to(written) + 1
     readers_of_written.update(getattr(storage, "plait_readers", ()))
     for one in getattr(storage, "plait_links", ()):
         target = one.other.storage()

@@ -7,7 +7,9 @@ Operations without a rule use torch.func.vmap, or a loop over the trials.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -51,6 +53,18 @@ class Trials:
         self.is_alone = False
         # Of this forward, if rows of large ones were looked up.
         self.tables: Tables | None = None
+        # The tensors of this forward that were made pending.
+        self._made_pending: list[weakref.ref[TrialTensor]] = []
+
+    def note_pending(self, tensor: TrialTensor) -> None:
+        self._made_pending.append(weakref.ref(tensor))
+
+    def compute_pending(self) -> None:
+        """Compute the tensors that are still pending and may be used later, when the weights are others."""
+        noted, self._made_pending = self._made_pending, []
+        for each in reversed(noted):  # a norm together with the sum before it
+            if (tensor := each()) is not None:
+                tensor.stacked  # noqa: B018  (computes it)
 
 
 class LayoutError(RuntimeError):
@@ -59,6 +73,11 @@ class LayoutError(RuntimeError):
 
 class PastRulesError(FusionError):
     """C++ code of torch received a trial tensor, which holds no data itself."""
+
+
+def _as_outside_of_inference() -> AbstractContextManager[Any]:
+    """Context without inference mode, for what was called before that and may be used after it."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 class TrialTensor(torch.Tensor):
@@ -71,6 +90,8 @@ class TrialTensor(torch.Tensor):
     pending: PendingValue | None
     # Whether this is a view with permuted axes, as it then is in a single model.
     permuted: bool = False
+    # Whether something was computed from what was pending: its gradient does not pass through this tensor.
+    is_passed_by: bool = False
     # The axis with the rows of a padded batch; None if it has none, or it is unknown.
     rows_at: int | None = None
     _stacked: Tensor | None
@@ -89,6 +110,8 @@ class TrialTensor(torch.Tensor):
         made._stacked = inner if pending is None else None
         made.pending = pending
         made.trials = trials
+        if pending is not None:
+            trials.note_pending(made)
         return made
 
     @property
@@ -96,7 +119,8 @@ class TrialTensor(torch.Tensor):
         """The tensors of all trials: (trials, *shape)."""
         if self._stacked is None:
             assert self.pending is not None
-            self.resolve(self.pending.outcome())
+            with _as_outside_of_inference():
+                self.resolve(self.pending.outcome())
             assert self._stacked is not None
         if self._stacked.size(0) != self.trials.count:
             raise FusionError(

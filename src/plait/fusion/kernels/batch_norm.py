@@ -230,7 +230,7 @@ def _largest(
 ):  # fmt: skip
     """The x with the largest norm over the points of one sample, and its index; also the sums of x.
 
-    The norm grows with x where the weight is positive.
+    The norm grows with x where the weight, or the number `a` of the table, is positive.
     """
     offs_c, real = _columns(channels, BLOCK_C)
     sign = tl.where(_known(weight_ptr, 0, offs_c, channels) >= 0, 1.0, -1.0)
@@ -331,7 +331,7 @@ def _find_largest(
 ) -> tuple[Tensor, Tensor]:
     batch, points, channels = x.shape
     value = torch.empty((batch, channels), dtype=torch.float32, device=x.device)
-    index = torch.empty((batch, channels), dtype=torch.int32, device=x.device)
+    index = torch.empty((batch, channels), dtype=torch.int64, device=x.device)
     _largest[(cdiv(channels, _CHANNELS), batch)](
         x, weight, value, index, value if sums is None else sums, value if counts is None else counts,
         points, channels, sums is not None, _FEWER_ROWS, _CHANNELS,
@@ -384,13 +384,16 @@ class _NormLargest(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, known: Statistics, slope: float
     ) -> tuple[Tensor, Tensor]:
         table = known.table
-        at, index = known.largest or _find_largest(x, weight, None, None)
+        # The numbers `a` have the signs that the weights had when the statistics were made.
+        at, index = known.largest or _find_largest(x, table, None, None)
         value = at * table[0] + table[1]
-        ctx.save_for_backward(x, table, at, index, value > 0)
+        is_kept = value > 0
+        ctx.save_for_backward(x, table, at, index, is_kept)
         ctx.slope = slope
-        indices = index.to(torch.int64)
+        # A ReLU makes zeros of all that is not kept, and torch's function finds the first.
+        indices = index * is_kept if slope == 0.0 else index
         ctx.mark_non_differentiable(indices)
-        return torch.where(value > 0, value, value * slope).to(x.dtype), indices
+        return torch.where(is_kept, value, value * slope).to(x.dtype), indices
 
     @staticmethod
     @once_differentiable

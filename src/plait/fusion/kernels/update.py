@@ -85,6 +85,8 @@ def adam(moments: Iterable[Moments], numbers: Tensor, decoupled: bool) -> None:
         _adam[(blocks, trials)](
             *columns, sizes, numbers, trials, decoupled, len(several), _BLOCK, num_warps=4
         )
+        # As after a write by torch: a backward that saved a parameter before must not go on unnoticed.
+        torch.autograd.graph.increment_version([p for p, *_ in several])
 
 
 def _prepared(moments: Moments) -> Moments:

@@ -143,9 +143,11 @@ def _pending(
         for axis in range(2)
     )
     kind = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    x = x.to(kind)  # now, as autocast may not be enabled later
     like = like_of(torch.Size((*x.shape[:2], weight.shape[1], height, width)), kind, x.device)
     compute = lambda slope: _gathered(function, x, weight, bias, options, slope)  # noqa: E731
-    return PendingActivation(compute, None, Watched(x, "convolved"), like, True)
+    read = [part for part in (x, weight, bias) if part is not None]
+    return PendingActivation(compute, None, [Watched(part, "convolved") for part in read], like, True)
 
 
 def _needs_channels_last(x: Tensor) -> bool:

@@ -277,6 +277,7 @@ def _join_dense(kind: str, given: Options) -> TrialTensor | None:
         return None
     outcome = x.pending.activated(kind)
     if not given["inplace"]:
+        x.is_passed_by = True
         return TrialTensor(outcome, x.trials)
     x.resolve(outcome)
     made: TrialTensor = x
@@ -305,6 +306,7 @@ def _join_slope(x: TrialTensor, slope: float, in_place: bool) -> TrialTensor | N
     if in_place:
         x.pending = pending.with_slope(slope)
         return x
+    x.is_passed_by = True
     return TrialTensor(pending.like, x.trials, pending.with_slope(slope))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, getter
-from plait.fusion.dispatch.tensor import TrialTensor, unwrap
+from plait.fusion.dispatch.tensor import Trials, TrialTensor, unwrap
 from plait.fusion.errors import FusionError, user_line
 
 GradientHook = Callable[[Tensor], Tensor | None]
@@ -31,13 +31,24 @@ def each_trial(hooks: list[list[GradientHook]]) -> Callable[[Tensor], Tensor]:
     return apply
 
 
+def differentiated(x: Tensor, trials: Trials) -> Tensor:
+    """The tensor of all trials whose gradient is asked for; raises FusionError if parts of that passed by."""
+    if isinstance(x, TrialTensor) and x.is_passed_by:
+        raise FusionError(
+            f"{user_line()}\n  asks for the gradient of a tensor after it was used, together with which the "
+            f"next operation was computed; clone it before it is used (y = layer(x).clone())"
+        )
+    return unwrap(x, trials)
+
+
 def register_hook(function: Function, args: Arguments, kwargs: Options) -> Any:
     x, hook = args
-    return x.stacked.register_hook(each_trial([[hook]] * x.trials.count))
+    return differentiated(x, x.trials).register_hook(each_trial([[hook]] * x.trials.count))
 
 
 def retain_grad(function: Function, args: Arguments, kwargs: Options) -> Any:
-    return args[0].stacked.retain_grad()
+    x = args[0]
+    return differentiated(x, x.trials).retain_grad()
 
 
 def gradient(function: Function, args: Arguments, kwargs: Options) -> Any:

@@ -24,6 +24,7 @@ from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap,
 from plait.fusion.errors import FusionError
 from plait.fusion.kernels import can_run_on
 from plait.fusion.rules.elementwise import align_operand
+from plait.fusion.rules.hooks import differentiated
 from plait.fusion.speed.lazy_cast import PendingCast
 from plait.fusion.trials.batch_axis import require_rows_first
 from plait.fusion.trials.per_trial import PerTrial, on_device
@@ -127,6 +128,7 @@ def _uncast(logits: Tensor, trials: Trials) -> tuple[Tensor, torch.dtype]:
     """Logits in the precision in which they are in memory, and that of their loss."""
     pending = logits.pending if isinstance(logits, TrialTensor) else None
     if isinstance(pending, PendingCast):
+        logits.is_passed_by = True  # type: ignore[attr-defined]
         return pending.uncast(), pending.like.dtype
     plain = unwrap(logits, trials)
     return plain, plain.dtype
@@ -242,7 +244,7 @@ def gradients(function: Function, args: Arguments, kwargs: Options) -> Any:
         for outer, start in zip(outers, starts)
     ]
     rest = {k: v for k, v in given.items() if k not in ("outputs", "inputs", "grad_outputs")}
-    grads = torch.autograd.grad(outers, [unwrap(x, trials) for x in inputs], ones, **rest)
+    grads = torch.autograd.grad(outers, [differentiated(x, trials) for x in inputs], ones, **rest)
     return tuple(None if gradient is None else wrap(gradient, trials) for gradient in grads)
 
 

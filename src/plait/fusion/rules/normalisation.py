@@ -136,8 +136,8 @@ def _pending(
         value, index = (part.unflatten(1, (trials.count, -1)).movedim(1, 0) for part in pair)
         return value, index
 
-    source = Watched(folded, "normalized")
-    return PendingActivation(norm, largest if is_line else None, source, inner, torch.is_grad_enabled())
+    sources = (Watched(folded, "normalized"),)
+    return PendingActivation(norm, largest if is_line else None, sources, inner, torch.is_grad_enabled())
 
 
 @rule("instance_norm")

@@ -199,6 +199,8 @@ def _run(
     from_input = batched_linear(x_tbsc, input_weight, input_bias)
     if state_weight.dim() == 2 or any(part.dtype != from_input.dtype for part in state):
         return _take_steps(kind, from_input, state_weight, state_bias, state, backwards)
+    if state_bias is not None and state_bias.dim() == 1:  # frozen, and the same for all trials
+        state_bias = state_bias.expand(len(from_input), -1)
     # Under autocast cast once, not at each time step.
     own = [None if part is None else part.to(from_input.dtype) for part in (state_weight, state_bias)]
     outcome = _Sequence.apply(kind, backwards, from_input, *own, *state)  # type: ignore[no-untyped-call]

@@ -82,6 +82,7 @@ def reduce_one(function: Function, args: Arguments, kwargs: Options) -> Any:
     rest = {k: v for k, v in kwargs.items() if k != "dim"}
     if name == "max" and second in (-1, x.dim() - 1) and _joins(x, args[2:], rest):
         assert isinstance(x.pending, PendingActivation)
+        x.is_passed_by = True
         return torch.return_types.max(wrap(x.pending.maximum(), x.trials))
     if second is not None:
         if not _are_axes(second):

@@ -46,7 +46,10 @@ def reshape(function: Function, args: Arguments, kwargs: Options) -> Any:
 def _cast_view(x: TrialTensor, view: Callable[[Tensor], Tensor]) -> TrialTensor | None:
     """A view of a tensor whose cast is not computed yet; None if it is no such tensor, or is copied."""
     seen = x.pending.seen_as(view) if isinstance(x.pending, PendingCast) else None
-    return None if seen is None else TrialTensor(seen.like, x.trials, seen)
+    if seen is None:
+        return None
+    x.is_passed_by = True
+    return TrialTensor(seen.like, x.trials, seen)
 
 
 def _reshaped(x: TrialTensor, outcome: Tensor, surely: bool) -> TrialTensor:

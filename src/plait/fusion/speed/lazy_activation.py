@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from plait.fusion.speed.lazy_reads import Watched
 
 @dataclass(frozen=True)
 class PendingActivation:
-    """An operation on `source` whose output is not computed yet.
+    """An operation on `sources` whose output is not computed yet.
 
     `compute(slope)` computes it, `largest(slope)` its maximum over the last axis and the index of that; the
     slope is the ReLU's factor for negative values, 1 without a ReLU. Both run in the gradient mode and on the
@@ -22,7 +22,7 @@ class PendingActivation:
 
     compute: Callable[[float], Tensor]
     largest: Callable[[float], tuple[Tensor, Tensor]] | None
-    source: Watched
+    sources: Sequence[Watched]
     like: Tensor
     grad: bool
     slope: float = 1.0
@@ -40,5 +40,6 @@ class PendingActivation:
             return self.largest(self.slope)
 
     def _as_called(self) -> torch.set_grad_enabled:
-        self.source.unwritten()
+        for source in self.sources:
+            source.unwritten()
         return torch.set_grad_enabled(self.grad)

@@ -15,12 +15,10 @@ class Watched:
     def __init__(self, tensor: Tensor, words: str) -> None:
         """`words` say what was done with the tensor, as of a model's author."""
         self._tensor, self._words, self._mark = tensor, words, _mark(tensor)
-        # A write through `.data` does not change the version.
-        alias_links.note_reader(tensor, self)
 
     def unwritten(self) -> Tensor:
         """The tensor; raises FusionError if it was written to."""
-        if _mark(self._tensor) != self._mark or self in alias_links.readers_of_written:
+        if _mark(self._tensor) != self._mark:
             raise FusionError(
                 f"a tensor was written in place after it was {self._words}, before that was used; write the "
                 f"in-place operation out of place"
@@ -33,6 +31,7 @@ def like_of(shape: torch.Size, kind: torch.dtype, device: torch.device) -> Tenso
     return torch.empty((), dtype=kind, device=device).expand(shape)
 
 
-def _mark(tensor: Tensor) -> tuple[int, int]:
+def _mark(tensor: Tensor) -> tuple[int, int, int]:
     """What changes when a tensor is written to, or gets other memory."""
-    return tensor._version, tensor.data_ptr()
+    # A write through `.data` does not change the version.
+    return tensor._version, tensor.data_ptr(), alias_links.writes_to(tensor)

@@ -33,7 +33,7 @@ class PendingDense:
     """A dense layer without its bias: `product` is (trials, rows, channels), of a tensor like `like`."""
 
     product: Tensor
-    bias: Tensor
+    bias: Watched
     like: Tensor
     # Whether something else was computed from the product, or will be.
     is_read: bool = False
@@ -43,7 +43,7 @@ class PendingDense:
 
         with torch.enable_grad():
             product = self.product.clone() if self.is_read else self.product
-            outcome: Tensor = biased(product, self.bias).view(self.like.shape)
+            outcome: Tensor = biased(product, self.bias.unwritten()).view(self.like.shape)
             return outcome
 
     def activated(self, kind: str) -> Tensor:
@@ -52,7 +52,7 @@ class PendingDense:
 
         self.is_read = True
         with torch.enable_grad():
-            outcome: Tensor = activated(self.product, self.bias, kind).view(self.like.shape)
+            outcome: Tensor = activated(self.product, self.bias.unwritten(), kind).view(self.like.shape)
             return outcome
 
 
@@ -65,7 +65,8 @@ def pending_dense(x: Tensor, weight: Tensor, bias: Tensor | None) -> PendingDens
     if kind is None or x.dim() < 3 or shape.numel() < _LEAST_ELEMENTS or deferring(weight, bias) is not None:
         return None
     flat = x if x.dim() == 3 else x.reshape(x.shape[0], -1, x.shape[-1])
-    return PendingDense(cast_dense(flat, weight, None, kind), bias, like_of(shape, kind, x.device))
+    like = like_of(shape, kind, x.device)
+    return PendingDense(cast_dense(flat, weight, None, kind), Watched(bias, "read by a layer"), like)
 
 
 @dataclass(eq=False)
@@ -86,7 +87,7 @@ class PendingSum:
 
         with torch.enable_grad():
             rows = rows_of(self.x.unwritten())
-            made = sum_norm(rows, self.dense.product, self.dense.bias, norm, weight, bias)
+            made = sum_norm(rows, self.dense.product, self.dense.bias.unwritten(), norm, weight, bias)
             shaped = [part.view(self.like.shape) for part in made]
         for each in self.norms:
             each.watched = Watched(shaped[0], "normalized")
@@ -104,7 +105,7 @@ def pending_sum(x: Any, y: Any) -> PendingSum | None:
     inner = other.stacked
     if inner.dtype not in (torch.float32, pending.product.dtype) or not inner.is_contiguous():
         return None
-    pending.is_read = True
+    pending.is_read = dense.is_passed_by = True
     like = like_of(pending.like.shape, inner.dtype, inner.device)
     return PendingSum(Watched(inner, "added to another"), pending, like)
 
@@ -126,8 +127,8 @@ class PendingRowNorm:
     """A layer or RMS norm of the rows of a trial tensor, in float32 or as a dense layer reads it."""
 
     source: Any
-    weight: Tensor
-    bias: Tensor | None
+    weight: Watched
+    bias: Watched | None
     eps: float
     centred: bool
     half_kind: torch.dtype
@@ -155,16 +156,18 @@ class PendingRowNorm:
         from plait.fusion.kernels.sum_norm import Norm, sum_norm  # needs Triton
 
         norm, source = Norm(self.eps, self.centred, kinds), self.source
+        weight, bias = self.weight.unwritten(), None if self.bias is None else self.bias.unwritten()
         if isinstance(source.pending, PendingSum):
-            total, *norms = source.pending.with_norm(norm, self.weight, self.bias)
+            total, *norms = source.pending.with_norm(norm, weight, bias)
             source.resolve(total)
+            source.is_passed_by = True
         else:
             assert self.watched is not None
             with torch.enable_grad():
                 rows = rows_of(self.watched.unwritten())
-                norms = [*sum_norm(rows, None, None, norm, self.weight, self.bias)]
-        for kind, made in zip(kinds, norms):
-            self.made[kind] = made.view(self.like.shape)
+                norms = [*sum_norm(rows, None, None, norm, weight, bias)]
+        with torch.enable_grad():
+            self.made |= {kind: made.view(self.like.shape) for kind, made in zip(kinds, norms)}
 
 
 def pending_row_norm(
@@ -185,20 +188,21 @@ def pending_row_norm(
         readers = _readers[weight] = _Readers(streams)
     elif readers.streams is not streams and not streams.is_repeated:
         readers.is_first = False
+    own = Watched(weight, "read by a norm"), None if bias is None else Watched(bias, "read by a norm")
     if pending is not None:
-        made = PendingRowNorm(x, weight, bias, eps, centred, kind, readers, pending.like)
+        made = PendingRowNorm(x, *own, eps, centred, kind, readers, pending.like)
         pending.norms.append(made)
         return made
     inner = x.stacked
     like = like_of(inner.shape, inner.dtype, inner.device)
-    watched = Watched(inner, "normalized")
-    return PendingRowNorm(x, weight, bias, eps, centred, kind, readers, like, watched)
+    return PendingRowNorm(x, *own, eps, centred, kind, readers, like, Watched(inner, "normalized"))
 
 
 def read_by_dense(x: Any) -> Tensor:
     """The rows of a trial tensor as a dense layer reads them; a pending norm in the precision of products."""
     pending = x.pending
     if isinstance(pending, PendingRowNorm) and cast_kind() == pending.half_kind:
+        x.is_passed_by = True
         return pending.half()
     rows: Tensor = x.stacked
     return rows

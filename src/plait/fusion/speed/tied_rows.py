@@ -6,6 +6,7 @@ of the layer: five passes over the table. Here its rows are added to the layer's
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -24,14 +25,18 @@ class Table:
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
-        # Rows that were looked up with their gradients, of the current backward.
-        self.looked_up: list[tuple[Tensor, Tensor]] = []
+        # Rows that were looked up with their gradients, of each backward: one may fail before their total.
+        self.looked_up: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         # Where the gradient of a dense layer is, which nothing else reads.
         self.fresh: int | None = None
 
+    def add(self, index: Tensor, gradient: Tensor) -> None:
+        """Note the gradient of rows that were looked up."""
+        self.looked_up[torch._C._current_graph_task_id()].append((index, gradient))
+
     def total(self, gradient: Tensor | None) -> Tensor | None:
-        """That of other uses, with those of the rows that were looked up."""
-        looked_up, self.looked_up = self.looked_up, []
+        """That of other uses, with those of the rows that were looked up in this backward."""
+        looked_up = self.looked_up.pop(torch._C._current_graph_task_id(), ())
         fresh, self.fresh = self.fresh, None
         if not looked_up:
             return gradient
@@ -63,42 +68,46 @@ class _Collect(torch.autograd.Function):
 
 class _LookUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shared: Tensor, index: Tensor, table: Table) -> Tensor:
-        ctx.table, ctx.shape = table, shared.shape
+    def forward(ctx: Any, shared: Tensor, index: Tensor) -> Tensor:
+        ctx.table, ctx.shape = table_of(shared), shared.shape
         ctx.save_for_backward(index)
         return F.embedding(index, shared.flatten(0, 1))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
         (index,) = ctx.saved_tensors
         if torch.is_grad_enabled():  # a gradient that is differentiated again
             zeros = gradient.new_zeros(ctx.shape).flatten(0, 1)
             rows = gradient.flatten(0, -2)
-            return zeros.index_put((index.flatten(),), rows, accumulate=True).view(ctx.shape), None, None
-        ctx.table.looked_up.append((index, gradient))
-        return None, None, None
+            return zeros.index_put((index.flatten(),), rows, accumulate=True).view(ctx.shape), None
+        ctx.table.add(index, gradient)
+        return None, None
 
 
 class Tables:
     """The tables that rows of were looked up in one forward."""
 
     def __init__(self) -> None:
-        # By the tensor that holds the values: that, the same values for all who read them, and the table.
-        self._known: dict[int, tuple[Tensor, Tensor, Table]] = {}
+        # By the tensor that holds the values: that, and the same values for all who read them.
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def look_up(self, weight: Tensor, index: Tensor) -> Tensor:
         """The rows of an index into all tables, one after another."""
-        if id(weight) not in self._known:
-            table = Table(weight)
-            self._known[id(weight)] = weight, _Collect.apply(weight, table), table  # type: ignore[no-untyped-call]
-        _, shared, table = self._known[id(weight)]
-        rows: Tensor = _LookUp.apply(shared, index, table)  # type: ignore[no-untyped-call]
+        if (shared := self._shared(weight)) is None:
+            shared = _Collect.apply(weight, Table(weight))  # type: ignore[no-untyped-call]
+            self._known[id(weight)] = weight, shared
+        rows: Tensor = _LookUp.apply(shared, index)  # type: ignore[no-untyped-call]
         return rows
 
     def shared(self, weight: Tensor) -> Tensor:
         """`weight` for a dense layer, whose gradient is added to those of rows that were looked up before."""
-        known = self._known.get(id(weight))
-        return weight if known is None or not torch.is_grad_enabled() else known[1]
+        shared = self._shared(weight) if torch.is_grad_enabled() else None
+        return weight if shared is None else shared
+
+    def _shared(self, weight: Tensor) -> Tensor | None:
+        _, shared = self._known.get(id(weight), (weight, None))
+        # A model that sets `weight.data` has new values in other memory.
+        return None if shared is None or shared.data_ptr() != weight.data_ptr() else shared
 
 
 def can_collect(weight: Tensor) -> bool:
