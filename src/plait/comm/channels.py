@@ -19,7 +19,7 @@ from torch import Tensor
 from plait.comm.collectives import all_gather_values
 from plait.comm.links.cuda_ipc import name_of, reachable_from
 from plait.comm.links.nccl import NcclLink, NcclPeers, make_nccl_pairs
-from plait.comm.links.packing import Message, OnSent
+from plait.comm.links.packing import Content, Message, OnSent
 from plait.comm.links.polling import Link, wait_for_notices
 from plait.comm.links.shm import SharedLink
 from plait.comm.links.tcp import TcpLink
@@ -59,9 +59,9 @@ class Channels:
         """
         link = self.links[peer]
         end = time.monotonic() + self.deadline_s
-        while link.under_way(channel) >= self.window:
+        while link.under_way[channel] >= self.window:
             self._wait(peer, end, f"to take {what}")
-        return link.send(channel, number, tensors, note, on_sent)
+        return link.send(channel, Content(number, tensors, note), on_sent)
 
     def receive(self, peer: int, channel: int, number: int, what: str) -> Message:
         """Wait for message `number` of the channel; `what` describes it in errors."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from plait.comm.data_group import abort_all
-from plait.comm.groups import WorldConnections, abandon_world, join_world
+from plait.comm.groups import abandon_world, cut_connections, join_world
 from plait.comm.handshake import Address
 from plait.comm.rendezvous import Rendezvous
 from plait.comm.store import StoreClient, StoreTimeout
@@ -157,7 +157,8 @@ class LaunchedWorker:
         self._address = request.address
         self._client = StoreClient(Address(request.store), self._secret, self.id, self.timeout_s)
         self.store = JobStore(self._client)
-        self._world: WorldConnections | None = None
+        # Whether the process group of the rendezvous exists.
+        self._has_world = False
         self._world_lock = threading.Lock()
         # Torch does not keep a reference to a store that was created in Python.
         self._stores = [self.store]
@@ -199,7 +200,7 @@ class LaunchedWorker:
         if self.memberships.has_entered:
             abort_all(self.rendezvous)
         with self._world_lock:
-            self._world = None
+            self._has_world = False
             if dist.is_initialized():
                 (dist.destroy_process_group if loss is None else abandon_world)()
 
@@ -207,8 +208,8 @@ class LaunchedWorker:
         """Wake threads that wait for peers in the process group of a version, which may be left meanwhile."""
         abort_all(rendezvous)
         with self._world_lock:
-            if self._world is not None and rendezvous is self.rendezvous:
-                self._world.cut()
+            if self._has_world and rendezvous is self.rendezvous:
+                cut_connections(rendezvous)
 
     def stop_requested(self) -> bool:
         return self._agent.stop_requested
@@ -226,9 +227,9 @@ class LaunchedWorker:
         return answer.content
 
     def join(self, backend: str) -> None:
-        world = join_world(backend, self.rendezvous)
+        join_world(backend, self.rendezvous)
         with self._world_lock:
-            self._world = world
+            self._has_world = True
         self.memberships.raise_loss()
 
     def await_membership(self) -> Membership:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.links.cuda_ipc import GpuMemory, name_of
-from plait.comm.links.packing import Buffer, Message, OnSent, packing_of
+from plait.comm.links.packing import Buffer, Content, Message, OnSent, packing_of
 from plait.comm.links.tcp import CLOSE_S, HEADER, TcpLink
 
 
@@ -45,26 +45,19 @@ class NcclLink(TcpLink):
         self._sending: deque[tuple[dist.Work, Buffer]] = deque()
         self._receiving: dict[Buffer, dist.Work] = {}
 
-    def send(
-        self,
-        channel: int,
-        number: int,
-        tensors: Sequence[Tensor | None],
-        note: str,
-        on_sent: OnSent | None = None,
-    ) -> int:
+    def send(self, channel: int, content: Content, on_sent: OnSent | None = None) -> int:
         """Start sending a message; never blocks. Returns its bytes. It counts as sent once its header is."""
-        if not any(tensor is not None and tensor.is_cuda for tensor in tensors):
-            return super().send(channel, number, tensors, note, on_sent)
+        if not content.is_on_gpu:
+            return super().send(channel, content, on_sent)
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()[0].wait()
-        packing = packing_of(tensors, note)
+        packing = packing_of(content)
         buffer = self._buffer(torch.empty(packing.head_size, dtype=torch.uint8), packing.size)
-        buffer.write(number, packing, tensors)
+        buffer.write(content, packing)
         work = self._post(dist.isend, buffer, self._pair.there)
         if work is not None:
             self._sending.append((work, buffer))
-        self._under_way[channel] += 1
+        self.under_way[channel] += 1
         self._put(HEADER, channel, buffer.flat, on_sent)
         return packing.size
 

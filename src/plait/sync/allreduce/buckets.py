@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from plait.comm.data_group import find_data_group
 from plait.core.errors import PlaitError
 from plait.schema.topology import Topology
-from plait.sync.allreduce.reducers import FailedSum, Members, Native, Pending, Reducer, Spec
+from plait.sync.allreduce.reducers import Members, Native, Reducer, Spec, WaitForSum
 from plait.sync.allreduce.topology_reduce import OverTopology
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -142,7 +142,7 @@ class AllReduce:
             None if members is None else find_data_group(members.rendezvous, members.ranks, summed_on)
         )
         self._reducer: Reducer = Native(self._buffers, group, self._check, self._data)
-        self._sending: list[Pending] = []
+        self._sending: list[WaitForSum] = []
         self._next = 0
         self._armed = False
         # The autograd nodes after which each gradient is complete, also if several operations add to it.
@@ -267,8 +267,8 @@ class AllReduce:
 
         fill = add_norm if weigh_norm is not None else None
         self._sending.append(self._reducer.start(len(self._buckets), fill))
-        for sum_ in self._sending:
-            sum_.wait()
+        for wait in self._sending:
+            wait()
         self._sending.clear()
         self._looks += 1
         # Gradients that this rank filled are used; the marks of the others matter only for the rest.
@@ -372,12 +372,17 @@ class AllReduce:
             self._sending.append(self._start(self._next, self._buckets[self._next].fill))
             self._next += 1
 
-    def _start(self, index: int, fill: Callable[[], None] | None) -> Pending:
+    def _start(self, index: int, fill: Callable[[], None] | None) -> WaitForSum:
         """Start a sum in the middle of backward, which does not fail: the wait for the sum does."""
         try:
             return self._reducer.start(index, fill)
-        except RuntimeError as failure:
-            return FailedSum(failure)
+        except RuntimeError as error:
+            failure = error
+
+        def fail() -> None:
+            raise failure
+
+        return fail
 
     def _take_rest(self) -> None:
         """Fill gradients that the last backward pass did not reach: by those of earlier passes, or zeros."""
