@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from plait.comm.handshake import Address
+from plait.comm.job_store import JobStore
 from plait.comm.store import StoreClient, StoreServer
-from plait.launcher.worker_process import JobStore
 from plait.sync.averaging.group_graph import Group, disconnected
 from plait.sync.averaging.mailbox import Mailbox, OnSend, open_mailbox
 from plait.sync.averaging.partial_reduce import PartialReduce

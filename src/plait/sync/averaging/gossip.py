@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from plait.schema.sync_options import AdPsgdOptions
 from plait.sync.averaging.base import PeerAveraging, WhenSynchronized
@@ -68,10 +69,7 @@ def ad_psgd(
     for a moment disagree on which are live may ask each other: both answer at once, and the global mean is
     preserved.
     """
-
-    def choose(living: Sequence[int]) -> Sequence[int]:
-        return asked_by(peers.rank, living, graph)
-
+    choose = partial(asked_by, peers.rank, graph=graph)
     return Gossip(peers, sources, seed, choose, mutual=True, when_synchronized=when_synchronized)
 
 
