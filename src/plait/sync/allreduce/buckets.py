@@ -164,10 +164,8 @@ class AllReduce:
 
         All workers call it between the same two steps; gradients of the previous step become invalid.
         """
-        if topology is not None and self._members is None:
-            raise PlaitError("topology: this all-reduce was made without its members; give it members")
         if topology is not None and self._over is None:
-            assert self._members is not None
+            assert self._members is not None  # a topology is one of members
             self._over = OverTopology(self._members, self._specs)
             self._use_buffers(self._over.buffers)
         if topology is None:

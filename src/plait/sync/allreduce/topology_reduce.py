@@ -75,9 +75,7 @@ class OverTopology:
                 f"worker {self._members.rank} was asked to switch to topology {topology.name!r}, but the "
                 f"workers were asked for {names}; all must switch to the same one between the same two steps"
             )
-        size = len(self._members.ranks)
-        if topology.size != size:
-            raise PlaitError(f"topology {topology.name!r} spans {topology.size} workers, expected {size}")
+        assert topology.size == len(self._members.ranks)
         self._engine.use(topology)
         self.topology = topology
 
