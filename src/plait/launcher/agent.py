@@ -36,7 +36,7 @@ from plait.launcher.messages import CoordinatorAnswer, CoordinatorQuestion
 from plait.launcher.workers.agent_worker import AgentWorker, WorkerOutput
 from plait.launcher.workers.message_link import MessageLink
 from plait.launcher.workers.worker_output import LogWriter
-from plait.schema.hosts import address_of, interface_of
+from plait.schema.hosts import address_of
 
 BEAT_S = 5.0
 TICK_S = 0.5
@@ -148,10 +148,7 @@ class Agent:
         try:
             if self._launch.check:
                 # In a forked process, which has the modules imported.
-                check = messages.CheckRequest(self._launch.check, self._launch.settings)
-                self._start(
-                    self._worker_process(messages.CHECK, None), "plait.launcher.worker_process:check", check
-                )
+                self._start(messages.CHECK, None, "check", self._launch)
             else:
                 self._get_ready()
             while True:
@@ -211,9 +208,6 @@ class Agent:
                     subprocess.run(self._request.if_silent, timeout=LAST_COMMAND_S, check=False)
             raise EOFError
 
-    def _worker_process(self, rank: int, folder: Path | None) -> AgentWorker:
-        return AgentWorker(rank, self._request.host.name, folder, self._logs, self._clock)
-
     def _get_ready(self) -> None:
         """Find this host's address and, on the first host, open the store."""
         request = self._request
@@ -269,33 +263,26 @@ class Agent:
             self._start_worker(request.first_rank + local, local, self._launch.entry)
 
     def _start_worker(self, rank: int, local: int, entry: str, joins: bool = False) -> None:
-        job, launch = self._request, self._launch
         request = messages.WorkerRequest(
             rank=rank,
-            host=job.host.name,
             local_rank=local,
-            membership=None if joins else job.membership,
-            elastic=self._placement.elastic is not None,
-            lease_s=self._placement.lease_s,
+            membership=None if joins else self._request.membership,
+            order=self._request,
             store=self._store_address,
-            secret=job.secret,
             address=self._address,
-            timeout_s=self._placement.timeout_s,
             entry=entry,
-            settings=launch.settings,
-            world_size=len(job.membership.members),
-            local_size=job.capacity,
-            nic=self._placement.nic or interface_of(self._address),
             threads=self._threads,
         )
-        self._start(self._worker_process(rank, launch.logs), "plait.launcher.worker_process:enter", request)
+        self._start(rank, self._launch.logs, "enter", request)
 
     def _start(
-        self, worker: AgentWorker, function: str, request: messages.CheckRequest | messages.WorkerRequest
+        self, rank: int, logs: Path | None, function: str, argument: messages.Launch | messages.WorkerRequest
     ) -> None:
+        """Start the process that calls that function of `worker_process`."""
+        worker = AgentWorker(rank, self._request.host.name, logs, self._logs, self._clock)
         self._workers.append(worker)
         self._starting.append(worker)
-        self._server.fork(function, encode(request), worker.descriptors())
+        self._server.fork(f"plait.launcher.worker_process:{function}", encode(argument), worker.descriptors())
         worker.close_child_ends()
         self._selector.register(worker.control, selectors.EVENT_READ, lambda: self._read_worker(worker))
         for output in worker.outputs:

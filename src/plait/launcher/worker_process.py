@@ -30,6 +30,7 @@ from plait.launcher.membership import Membership, Memberships
 from plait.launcher.messages import CoordinatorAnswer, CoordinatorQuestion
 from plait.launcher.workers.agent_link import BEAT_S, AgentLink
 from plait.launcher.workers.worker_failure import describe_failure
+from plait.schema.hosts import interface_of
 
 # Heartbeats per lease.
 BEATS = 5
@@ -90,12 +91,12 @@ class LaunchedWorker:
 
     def __init__(self, request: messages.WorkerRequest, agent: AgentLink) -> None:
         self.id = request.rank
-        self.host = request.host
+        self.host = request.order.host.name
         self.local_rank = request.local_rank
-        self.timeout_s = request.timeout_s
+        self.timeout_s = request.placement.timeout_s
         self.memberships = agent.memberships
         self._agent = agent
-        self._secret = bytes.fromhex(request.secret)
+        self._secret = bytes.fromhex(request.order.secret)
         self._address = request.address
         self._client = StoreClient(Address(request.store), self._secret, self.id, self.timeout_s)
         self.store = JobStore(self._client)
@@ -213,7 +214,7 @@ class CoordinatorProcess:
     def __init__(self, request: messages.WorkerRequest, agent: AgentLink) -> None:
         assert request.membership is not None
         self.membership = request.membership
-        self.is_elastic = request.elastic
+        self.is_elastic = request.is_elastic
         self._agent = agent
 
     def report(self, progress: dict[str, Any]) -> None:
@@ -241,9 +242,10 @@ def _make_answer(question: CoordinatorQuestion, answer: AnswerFunction) -> Coord
 
 def check(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     """Run the requested check on the settings; reports an error, and ends. The fork server calls it."""
-    request = decode(messages.CheckRequest, argument)
+    launch = decode(messages.Launch, argument)
+    assert launch.check is not None
     try:
-        resolve(request.check, "check")(request.settings)
+        resolve(launch.check, "check")(launch.settings)
     except InputError as failure:
         socket.socket(fileno=descriptors[0]).sendall(messages.to_line(messages.Refusal(str(failure))))
         os._exit(1)
@@ -256,8 +258,9 @@ def enter(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     """
     request = decode(messages.WorkerRequest, argument)
     is_worker = request.rank != messages.COORDINATOR
-    lease_s, may_lose = request.lease_s, request.elastic or request.lease_s is not None
-    memberships = Memberships(request.rank, can_change=may_lose, can_grow=request.elastic)
+    lease_s = request.placement.lease_s
+    may_lose = request.is_elastic or lease_s is not None
+    memberships = Memberships(request.rank, can_change=may_lose, can_grow=request.is_elastic)
     beat_s = BEAT_S if lease_s is None else min(BEAT_S, lease_s / BEATS)
     agent = AgentLink(descriptors[0], memberships, is_worker, beat_s)
     # Ctrl-C reaches the whole terminal; the supervisor alone decides what it means.
@@ -267,10 +270,10 @@ def enter(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         _set_environment(request)
         torch.set_num_threads(request.threads)
         process = LaunchedWorker(request, agent) if is_worker else CoordinatorProcess(request, agent)
-        value = resolve(request.entry, "entry")(process, request.settings)
+        value = resolve(request.entry, "entry")(process, request.order.launch.settings)
         agent.send(messages.ResultReport(request.rank, value))
     except BaseException as failure:
-        agent.send(describe_failure(request.rank, request.host, failure))
+        agent.send(describe_failure(request.rank, request.order.host.name, failure))
         sys.stdout.flush()
         sys.stderr.flush()
         # A process group with a dead peer can block in its destructor.
@@ -279,8 +282,10 @@ def enter(argument: Mapping[str, Any], descriptors: Sequence[int]) -> None:
 
 def _set_environment(request: messages.WorkerRequest) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    numbers = (request.rank, request.local_rank, request.world_size, request.local_size)
+    order = request.order
+    numbers = (request.rank, request.local_rank, len(order.membership.members), order.capacity)
     os.environ.update({name: str(number) for name, number in zip(names, numbers)})
-    if request.nic is not None:
+    nic = request.placement.nic or interface_of(request.address)
+    if nic is not None:
         # The interface that the other hosts use; the libraries might choose another one.
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = request.nic
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = nic
