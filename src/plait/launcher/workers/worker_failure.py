@@ -68,7 +68,7 @@ def as_loss(failure: BaseException) -> PeerError | None:
         return PeerError(str(failure), failure.kind, failure.peer)
     if isinstance(failure, RuntimeError) and not isinstance(failure, PlaitError):
         message = str(failure)
-        for kind, signs, words in _TORCH_LOSSES:
+        for kind, signs, meaning in _TORCH_LOSSES:
             if any(sign in message for sign in signs):
-                return PeerError(f"{words} ({message.strip().splitlines()[0]})", kind)
+                return PeerError(f"{meaning} ({message.strip().splitlines()[0]})", kind)
     return None
