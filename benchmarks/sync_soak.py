@@ -34,6 +34,7 @@ from plait.comm.rendezvous import Rendezvous
 from plait.comm.store import StoreClient, StoreServer
 from plait.core.errors import PeerError
 from plait.launcher.worker_process import JobStore
+from plait.sync.averaging.base import AveragedState
 from plait.sync.averaging.group_graph import components
 from plait.sync.averaging.mailbox import open_mailbox
 from plait.sync.averaging.partial_reduce import PartialReduce
@@ -85,7 +86,8 @@ def work(rank: int, address: str, rounds: int, seed: int, folder: str, pipe: Con
     mailbox = open_mailbox(rendezvous, "soak")
     presence = Leases(store, "soak", rank, range(WORKERS), LEASE_S)
     weights = [torch.zeros(ELEMENTS)]
-    sync = PartialReduce(Peers(store, "soak", mailbox, presence.lost), [lambda: weights], Rules())
+    peers = Peers(store, "soak", mailbox, presence.lost)
+    sync = PartialReduce(peers, AveragedState([lambda: weights]), Rules())
     draws = random.Random(f"{seed}/{rank}")
     noise = torch.Generator().manual_seed(seed * 1000 + rank)
     longest, steps = 0.0, 0

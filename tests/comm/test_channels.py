@@ -95,7 +95,7 @@ def buffer_count(channels: Channels, peer: int) -> int:
     link = channels.links[peer]
     if isinstance(link, SharedLink):
         return len(link._ours) + len(link._theirs)
-    return sum(link._under_way.values())
+    return sum(link.under_way.values())
 
 
 def hold_a_message(rank: int) -> tuple[float, float]:

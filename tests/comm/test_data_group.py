@@ -109,7 +109,7 @@ def test_a_sum_ends_at_its_deadline_or_by_an_error_whatever_the_communicator_doe
     group._backend = backend
     sum_ = group.all_reduce(torch.ones(1))
     with pytest.raises(PeerError, match=words) as failure:
-        sum_.wait()
+        sum_()
     assert failure.value.kind is kind
     assert backend.was_asked_to_end.wait(10.0)
     with pytest.raises(PeerError, match="they were ended"):
@@ -139,7 +139,7 @@ def choose(rank: int, case: str) -> tuple[bool, int]:
         assert find_data_group(meeting, (0, 1), CPU) is first
         if first is not None:
             x = torch.full((3,), 1.0 + rank)
-            first.all_reduce(x).wait()
+            first.all_reduce(x)()
             assert x.tolist() == [3.0] * 3
         return first is not None, sum(each.aborted_by is None for each in FakeBackend.made)
 

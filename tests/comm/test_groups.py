@@ -167,10 +167,10 @@ def join_after_a_loss(rank: int) -> float:
     again = Rendezvous(
         dist.PrefixStore("second", store), SECRET, rank, ["here"] * 2, timeout_s=15, check=lambda: None
     )
-    world = groups.join_world("gloo", again)
+    groups.join_world("gloo", again)
     total = torch.ones(())
     dist.all_reduce(total)
-    world.cut()
+    groups.cut_connections(again)
     with pytest.raises(RuntimeError):
         dist.all_reduce(total)
     return float(total)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from plait.comm import store
 from plait.comm.handshake import Listener, connect, new_secret
+from plait.comm.job_store import JobStore
 from plait.comm.store import PURPOSE, Op, StoreClient, StoreServer, _pack
 from plait.core.errors import LostPeer, PeerError
-from plait.launcher.worker_process import JobStore
 
 SECRET = new_secret()
 

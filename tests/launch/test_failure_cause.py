@@ -11,7 +11,7 @@ import torch
 
 from plait.core.errors import DataError, LostPeer, PeerError
 from plait.launcher.failure_cause import RankState, find_cause, is_conclusive
-from plait.launcher.worker_process import describe_failure
+from plait.launcher.workers.worker_failure import describe_failure
 
 
 def states(**signs: Any) -> list[RankState]:

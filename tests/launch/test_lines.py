@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from plait.launcher.worker_output import LineBuffer, visible_text
+from plait.launcher.workers.worker_output import LineBuffer, visible_text
 
 
 def test_lines_are_whole_however_they_come():

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from plait.launcher import worker_output
-from plait.launcher.worker_output import LogWriter
+from plait.launcher.workers import worker_output
+from plait.launcher.workers.worker_output import LogWriter
 
 
 def test_a_disk_that_hangs_holds_up_no_caller_and_what_it_misses_is_counted(

@@ -19,6 +19,8 @@ from plait.launcher.display import Silent
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.job import make_job
 from plait.sync.allreduce.buckets import AllReduce
+from plait.sync.allreduce.reducers import Members
+from support.meeting import rendezvous_of
 from support.pipelines import Case, Delayed, train_many, train_plainly
 from support.world import run_ranks
 
@@ -61,7 +63,8 @@ def sum_by_nccl(rank: int, steps: int) -> list[float]:
     group = dist.new_group([0, 1], backend="nccl")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 700), torch.nn.ReLU(), torch.nn.Linear(700, 8)).cuda()
-    sync = AllReduce(list(model.parameters()), group)
+    members = Members(rendezvous_of(rank, ["a", "a"]), (0, 1), group)
+    sync = AllReduce(list(model.parameters()), members)
     losses = []
     for step in range(steps):
         sync.begin()

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from plait.comm.handshake import Address
+from plait.comm.job_store import JobStore
 from plait.comm.store import StoreClient, StoreServer
-from plait.launcher.worker_process import JobStore
+from plait.sync.averaging.base import AveragedState
 from plait.sync.averaging.group_graph import Group, disconnected
 from plait.sync.averaging.mailbox import Mailbox, OnSend, open_mailbox
 from plait.sync.averaging.partial_reduce import PartialReduce
@@ -59,7 +60,9 @@ def partial_reduce(
     **rules: Any,
 ) -> PartialReduce:
     store, mailbox, presence = enter(rank, size, address, lease_s, hosts, on_send)
-    return PartialReduce(Peers(store, "t", mailbox, presence.lost), [lambda: tensors], Rules(**rules))
+    return PartialReduce(
+        Peers(store, "t", mailbox, presence.lost), AveragedState([lambda: tensors]), Rules(**rules)
+    )
 
 
 def closed_rounds(address: str) -> list[tuple[int, ...]]:

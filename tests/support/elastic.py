@@ -21,9 +21,11 @@ from plait.comm.handshake import Address
 from plait.comm.store import StoreClient, StoreServer
 from plait.core.errors import LostPeer, PeerError
 from plait.launcher.membership import Membership, Memberships
-from plait.launcher.messages import BreakReport, JobMessage, WorkerRequest
+from plait.launcher.messages import AgentOrder, BreakReport, JobMessage, Launch, WorkerRequest
 from plait.launcher.run_dir import RunDir
 from plait.launcher.worker_process import LaunchedWorker, Worker
+from plait.schema.hosts import Host
+from plait.schema.placement import ElasticRules, Placement
 from plait.schema.settings import TrainSettings
 from plait.training import components, run_loop
 from plait.training.change.join_members import join_members
@@ -94,21 +96,27 @@ class Announcements:
         return []
 
 
+def worker_request(rank: int, first: Membership, store: str, timeout_s: float, joins: bool) -> WorkerRequest:
+    """What an agent asks of a worker of an elastic job on one host, whose first membership that is."""
+    placement = Placement(hosts=(Host("here", 1),), elastic=ElasticRules(), timeout_s=timeout_s)
+    order = AgentOrder(
+        launch=Launch(placement, "", {}),
+        index=0,
+        capacity=1,
+        membership=first,
+        secret=SECRET.hex(),
+        folder=".",
+        modules=(),
+        supervisor_timeout_s=None,
+    )
+    return WorkerRequest(rank, rank, None if joins else first, order, store, "127.0.0.1", "")
+
+
 def elastic_worker(rank: int, versions: Versions, store: str, agent: ScriptedAgent) -> LaunchedWorker:
     """The worker of that number: of the first version, or one that joins with the first that it is in."""
     numbers = [n for n, (_, members) in enumerate(versions, 1) if rank in members]
     first = membership(numbers[0], versions[numbers[0] - 1][1])
-    request = WorkerRequest(
-        rank=rank,
-        host="here",
-        local_rank=rank,
-        membership=first if numbers[0] == 1 else None,
-        elastic=True,
-        store=store,
-        secret=SECRET.hex(),
-        address="127.0.0.1",
-        timeout_s=30.0,
-    )
+    request = worker_request(rank, first, store, 30.0, joins=numbers[0] > 1)
     if numbers[0] > 1:
         agent.memberships.put(first)
     return LaunchedWorker(request, agent)  # type: ignore[arg-type]

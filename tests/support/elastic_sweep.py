@@ -26,13 +26,13 @@ from plait.launcher.messages import (
     CoordinatorQuestion,
     JobMessage,
     JoinReport,
-    WorkerRequest,
 )
 from plait.launcher.worker_process import LaunchedWorker
 from plait.sweeping import worker as sweep_worker
 from plait.sweeping.settings import SweepSettings
 from support.averaging import open_store
 from support.coordinating import AnsweringThread, ask_over, make_coordinator
+from support.elastic import worker_request
 from support.meeting import SECRET
 from support.world import run_ranks
 
@@ -174,17 +174,7 @@ def sweep_elastic(
     is_first = rank in first
     if is_first:
         agent.memberships.put(agent.first)
-    request = WorkerRequest(
-        rank=rank,
-        host="here",
-        local_rank=rank,
-        membership=agent.first if is_first else None,
-        elastic=True,
-        store=address,
-        secret=SECRET.hex(),
-        address="127.0.0.1",
-        timeout_s=DEADLINE.total_seconds(),
-    )
+    request = worker_request(rank, agent.first, address, DEADLINE.total_seconds(), joins=not is_first)
     worker = LaunchedWorker(request, agent)  # type: ignore[arg-type]
     sweep = {"settings": encode(settings), "folder": str(folder), "resume": False}
     sweep_worker.sweep(worker, sweep)

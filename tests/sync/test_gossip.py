@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from plait.core.errors import PeerError
+from plait.sync.averaging.base import AveragedState
 from plait.sync.averaging.gossip import Gossip, ad_psgd, pair_averaging
 from plait.sync.averaging.peers import Peers
 from support.averaging import enter, job_store
@@ -25,7 +26,7 @@ def die_or_gossip(rank: int, port: int, size: int, sync: str, victim: int) -> No
     store, mailbox, presence = enter(rank, size, port, lease_s=30.0)
     weights = [torch.full((1000,), float(rank))]
     make = ad_psgd if sync == "ad-psgd" else pair_averaging
-    gossip = make(Peers(store, "t", mailbox, presence.lost), [lambda: weights], seed=0)
+    gossip = make(Peers(store, "t", mailbox, presence.lost), AveragedState([lambda: weights]), seed=0)
 
     def average(stage: str, others: Sequence[int]) -> None:
         """Update until all of `others` have had three averages more."""
@@ -49,13 +50,13 @@ def die_or_gossip(rank: int, port: int, size: int, sync: str, victim: int) -> No
     gossip.close()
 
 
-def linked(port: int, size: int, make: Callable[[Peers, list[Any]], Gossip]) -> list[Gossip]:
+def linked(port: int, size: int, make: Callable[[Peers, AveragedState], Gossip]) -> list[Gossip]:
     """Workers that gossip, all in this process; each starts from its own number."""
 
     def one(rank: int) -> Gossip:
         store, mailbox, presence = enter(rank, size, port, lease_s=5.0)
         weights = [torch.full((4,), float(rank))]
-        return make(Peers(store, "t", mailbox, presence.lost), [lambda: weights])
+        return make(Peers(store, "t", mailbox, presence.lost), AveragedState([lambda: weights]))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(one, range(size)))
@@ -74,7 +75,7 @@ def update_until(gossips: Sequence[Gossip], done: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("make", [ad_psgd, pair_averaging])
 def test_who_asks_a_worker_that_has_not_yet_synchronized_goes_on_when_it_has(make: Any):
     with job_store() as port:
-        first, second = linked(port, 2, lambda peers, sources: make(peers, sources, seed=0))
+        first, second = linked(port, 2, lambda peers, averaged: make(peers, averaged, seed=0))
         # The first has synchronized and the second not yet; questions meet another number until it has.
         first.thread.pause()
         first.thread.resume()
@@ -92,9 +93,9 @@ def test_who_asks_a_worker_that_has_not_yet_synchronized_goes_on_when_it_has(mak
 def test_workers_of_even_place_average_among_themselves_when_all_others_are_lost(graph: str):
     weights: dict[int, list[torch.Tensor]] = {}
 
-    def make(peers: Peers, sources: list[Any]) -> Gossip:
-        weights[peers.rank] = sources[0]()
-        return ad_psgd(peers, sources, seed=0, graph=graph)
+    def make(peers: Peers, averaged: AveragedState) -> Gossip:
+        weights[peers.rank] = list(averaged.sources[0]())
+        return ad_psgd(peers, averaged, seed=0, graph=graph)
 
     with job_store() as port:
         gossips = linked(port, 4, make)

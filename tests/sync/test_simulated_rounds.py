@@ -14,6 +14,7 @@ import torch
 
 from plait.core.errors import LostPeer, PeerError
 from plait.sync.averaging import group_mean, partial_reduce
+from plait.sync.averaging.base import AveragedState
 from plait.sync.averaging.partial_reduce import PartialReduce
 from plait.sync.averaging.partial_reduce_rules import Arrival, Closed, NextStep, Open, Round, Rules, next_step
 from plait.sync.averaging.peers import Peers
@@ -41,7 +42,7 @@ def train(
     def body(worker: SimulatedWorker) -> Story:
         peers = Peers(worker.store, "t", worker.mailbox, worker.presence.lost, timeout_s, now=worker.now)
         weights = [torch.arange(4, dtype=torch.float64) + 10 * worker.rank]
-        sync = PartialReduce(peers, [lambda: weights, lambda: ()], Rules(**rules))
+        sync = PartialReduce(peers, AveragedState([lambda: weights, lambda: ()]), Rules(**rules))
         story = Story()
         for _ in range(segments):
             for _ in range(steps):

@@ -56,8 +56,8 @@ def sum_all_ways(rank: int, layouts: list[tuple[str, ...]], dtypes: list[torch.d
             sums.switch(make_topology(name, hosts))
             for spec, buffer in zip(specs, sums.buffers):
                 buffer.copy_(numbers(rank, spec.count, spec.dtype))
-            for pending in [sums.start(index) for index in range(len(specs))]:
-                pending.wait()
+            for wait in [sums.start(index) for index in range(len(specs))]:
+                wait()
             off = dict.fromkeys(dtypes, 0.0)
             for spec, buffer in zip(specs, sums.buffers):
                 wrong = (buffer.double() - plain_sum(len(hosts), spec.count, spec.dtype)).abs() / len(hosts)
@@ -99,7 +99,7 @@ def sum_in_a_group(rank: int) -> list[float]:
     sums = OverTopology(members, [Spec(5, torch.float32, CPU)])
     sums.switch(from_graphs([{"reduce": [[2, 1], [0, 1]], "broadcast": [[1, 0], [0, 2]]}], 3, "test"))
     sums.buffers[0].fill_(float(rank))
-    sums.start(0).wait()
+    sums.start(0)()
     sums.close()
     return sums.buffers[0].tolist()
 
@@ -174,12 +174,12 @@ def transfer_beside_other_work(rank: int) -> bool:
     sums = OverTopology(members_of(rank, ("a", "b")), [Spec(100_000, torch.float32, CPU)])
     sums.switch(make_topology("ring", ("a", "b")))
     sums.buffers[0].fill_(1.0)
-    pending = sums.start(0)
+    wait = sums.start(0)
     end = time.monotonic() + 20
     while float(sums.buffers[0].sum()) != 200_000 and time.monotonic() < end:
         torch.randn(100, 100) @ torch.randn(100, 100)
     arrived = float(sums.buffers[0].sum()) == 200_000
-    pending.wait()
+    wait()
     sums.close()
     return arrived
 
@@ -198,7 +198,7 @@ def lose_a_peer(rank: int, hosts: tuple[str, ...], how: str) -> Any:
     if rank == 1:
         threading.Event().wait(30)
     try:
-        sums.start(0).wait()
+        sums.start(0)()
         return None
     except PeerError as failure:
         # Worker 2 also loses worker 1; if it ended before worker 0 looked, it would be gone as well.

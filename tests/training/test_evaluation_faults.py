@@ -14,7 +14,7 @@ from plait.core import run_events
 from plait.core.codec import encode
 from plait.core.errors import PlaitError
 from plait.launcher.run_dir import RunDir
-from plait.launcher.worker_process import describe_failure
+from plait.launcher.workers.worker_failure import describe_failure
 from plait.schema.settings import (
     CheckpointSettings,
     DataSettings,

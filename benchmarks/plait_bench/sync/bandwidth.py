@@ -136,8 +136,8 @@ def _distinct(members: Members) -> dict[str, Topology]:
 
 def _time_sums(reducer: Reducer, count: int) -> float:
     def sums() -> None:
-        for pending in [reducer.start(index) for index in range(count)]:
-            pending.wait()
+        for wait in [reducer.start(index) for index in range(count)]:
+            wait()
 
     return seconds_of_all(sums)
 

@@ -15,7 +15,8 @@ from plait.comm.collectives import all_gather_values
 from plait.core.errors import PeerError, PlaitError
 from plait.core.run_events import WorkersChanged
 from plait.launcher.membership import Membership
-from plait.launcher.worker_process import LaunchedWorker, Worker, as_loss
+from plait.launcher.worker_process import LaunchedWorker, Worker
+from plait.launcher.workers.worker_failure import as_loss
 
 # The progress of a worker: its step (negative: it holds no state), and how much of what is due after that
 # step is done.

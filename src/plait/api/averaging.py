@@ -20,7 +20,7 @@ from plait.core.errors import InputError, JobError, LostPeer, PeerError, PlaitEr
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
 from plait.schema.sync_options import COLLECTIVE, KEY, KINDS, Options, read_options
-from plait.sync.averaging.base import SyncStats
+from plait.sync.averaging.base import AveragedState, SyncStats
 from plait.sync.averaging.collective_averages import Collective
 from plait.sync.averaging.optimizer_state import rest_of_state
 from plait.sync.averaging.peers import LOOK_S, WaitTimer
@@ -153,7 +153,7 @@ class _Running:
             rendezvous, self._store, self._prefix, self._world.hosts, self._world.rank, set, may_leave=True
         )
         self.averaging = make_averaging(workers, sources, options, settings.seed, when_synchronized=rest)
-        self._mean = Collective(sources[:2], rest)
+        self._mean = Collective(AveragedState(sources[:2], rest))
         self.steps, self._reported = 0, time.monotonic()
         if averages_gradients(options):
             self._hook = optimizer.register_step_pre_hook(self._before_step)

@@ -183,7 +183,7 @@ class DataParallel(nn.Module):
     def _make_sync(self) -> AllReduce:
         members = self.world.members
         sync = AllReduce(
-            self._trained.parameters, members=members, copy_gradients=True, on_gradient=self._begin_backward
+            self._trained.parameters, members, copy_gradients=True, on_gradient=self._begin_backward
         )
         spec, device = self._topology_spec(), self._trained.parameters[0].device
         sync.begin(keep_gradients=True)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from plait.api.data_parallel import check_unwrapped
 from plait.api.same_model import share_model
 from plait.api.stages.checked_loss import CheckedLoss
-from plait.api.stages.pipeline_stages import MakeOptimizer, PipelineStages, StepOptions
+from plait.api.stages.pipeline_stages import MakeOptimizer, PipelineStages
 from plait.api.stages.plain_attributes import PlainAttributes
 from plait.api.stages.prepare_stages import StagePreparation, samples_of, two_examples
 from plait.api.stages.stage_layout import (
@@ -38,6 +38,7 @@ from plait.core.splits import split
 from plait.data.call_model import is_compiled, set_mode
 from plait.data.seeding import keep_random_states
 from plait.pipeline.cutting.whole_modules import Stages
+from plait.pipeline.executor import PipelineParts
 from plait.pipeline.microbatches import microbatch_count
 from plait.pipeline.named_state import Tensors, remember_start
 from plait.pipeline.stage import Autocast, Loss
@@ -145,15 +146,16 @@ class Pipeline:
         self.stages: Stages = ()
         checked = CheckedLoss(loss) if verify and microbatches != 1 else loss
         made = partial(_make_optimizer, optimizer)
-        options = StepOptions(checked, made, autocast, clip_norm, compile=compile)
-        model = model.to(self.world.device)
+        device, meeting = self.world.device, self.world.rendezvous
+        parts = PipelineParts(checked, made, device, autocast, meeting, clip_norm, compile=compile)
+        model = model.to(device)
         self._engine: _Engine
-        examples = two_examples(example_inputs, other_inputs, self.world.device)
+        examples = two_examples(example_inputs, other_inputs, device)
         preparation = StagePreparation(self.world, model, examples, autocast)
         if self.world.world_size == 1:
             check_names(plan, model, preparation.trace)
             updates_each = schedule is not None and find_schedule(schedule) is Schedule.STASH
-            self._engine = WholeModel(model, self.world.device, options, updates_each)
+            self._engine = WholeModel(model, parts, updates_each)
             return
         share_model("Pipeline", model, self.world)
         profile = partial(preparation.profile, example_inputs)
@@ -169,16 +171,15 @@ class Pipeline:
         layout = replace(layout, stages=verified.stages)
         self._microbatches, self.stages = layout.microbatches, verified.fine
         self._never_drains = not layout.schedule.synchronous
-        make, named = options.optimizer, dict(model.named_parameters())
+        make, named = parts.optimizer, dict(model.named_parameters())
         traits = find_traits(lambda parameters, _: make(parameters), named)
         kind = type(make([Parameter(torch.zeros(1, 1))])).__name__
         if why := objection_in_stages(kind, traits, verified.traced, layout):
             raise InputError(f"optimizer: {why}")
         seed = broadcast_value(torch.initial_seed() % (1 << 31), 0)
-        options = replace(options, seed=int(seed))
-        spec = read_topology_spec(topology)
+        parts = replace(parts, topology=read_topology_spec(topology))
         self._attributes = PlainAttributes(model, (layer.id for layer in verified.traced.layers))
-        self._engine = PipelineStages(self.world, model, verified.traced, layout, options, spec)
+        self._engine = PipelineStages(self.world, model, verified.traced, layout, parts, int(seed))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -11,6 +11,7 @@ from typing import Any
 from plait.core import run_events
 from plait.core.codec import encode
 from plait.core.events import Event
+from plait.schema.results import numbers
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,6 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: _number(value) for name, value in values.items()}
-
-
 def record_of(event: Event, checkpoints: Path) -> tuple[str, Record] | None:
     """The method of a callback that an event is for, and its record; None where it is for none."""
     match event:
@@ -111,7 +108,7 @@ def record_of(event: Event, checkpoints: Path) -> tuple[str, Record] | None:
         case run_events.TrialStep(_, step, loss):
             return "on_step", StepRecord(step, _number(loss))
         case run_events.Evaluated(step, metrics) | run_events.TrialEvaluated(_, step, metrics):
-            return "on_evaluate", EvaluationRecord(step, _numbers(metrics))
+            return "on_evaluate", EvaluationRecord(step, numbers(metrics))
         case run_events.CheckpointSaved(step, _, best):
             return "on_checkpoint", CheckpointRecord(step, checkpoints / f"step-{step:09d}", best)
         case run_events.TrialSaved(_, step):

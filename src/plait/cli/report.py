@@ -91,9 +91,7 @@ def _print_written(content: Mapping[str, Any], written: Sequence[Path], as_json:
 def _runs_below(text: str) -> list[dict[str, Any]]:
     """The runs in the folder that `text` names, newest first; none if it names no folder, or a run."""
     path = Path(text)
-    run = RunDir(path)
-    is_run = any(file.exists() for file in (run.record, run.status, run.settings))
-    return [] if not text or is_run or not path.is_dir() else list_runs(path)
+    return [] if not text or RunDir(path).is_run or not path.is_dir() else list_runs(path)
 
 
 def _write_list(

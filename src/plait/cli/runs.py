@@ -163,13 +163,12 @@ def resize(
 
     with os_errors_as_messages():
         folder = find_run(run, run_dir)
-        options: dict[str, object] = {"version": if_version, "why": why}
+        asked: dict[str, object] = {}
         if hosts is not None:
-            state = ask_job(folder, {**options, "hosts": hosts.split(",")})
+            asked = {"hosts": hosts.split(",")}
         elif workers is not None:
-            state = ask_job(folder, {**options, "workers": workers, "without": without or []})
-        else:
-            state = ask_job(folder)
+            asked = {"workers": workers, "without": without or []}
+        state = ask_job(folder, {**asked, "version": if_version, "why": why} if asked else None)
         version, end = state["version"], time.monotonic() + wait
         while not state["is_settled"] and state["version"] == version and time.monotonic() < end:
             time.sleep(0.1)

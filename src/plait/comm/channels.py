@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from plait.comm.collectives import all_gather_values
-from plait.comm.links.cuda_ipc import name_of, reachable_from
-from plait.comm.links.nccl import NcclLink, NcclPeers, make_nccl_pairs
-from plait.comm.links.packing import Message, OnSent
+from plait.comm.links.cuda_ipc import name_of
+from plait.comm.links.nccl import GpuReach, NcclLink, make_nccl_pairs
+from plait.comm.links.packing import Content, Message, OnSent
 from plait.comm.links.polling import Link, wait_for_notices
 from plait.comm.links.shm import SharedLink
 from plait.comm.links.tcp import TcpLink
@@ -59,9 +59,9 @@ class Channels:
         """
         link = self.links[peer]
         end = time.monotonic() + self.deadline_s
-        while link.under_way(channel) >= self.window:
+        while link.under_way[channel] >= self.window:
             self._wait(peer, end, f"to take {what}")
-        return link.send(channel, number, tensors, note, on_sent)
+        return link.send(channel, Content(number, tensors, note), on_sent)
 
     def receive(self, peer: int, channel: int, number: int, what: str) -> Message:
         """Wait for message `number` of the channel; `what` describes it in errors."""
@@ -117,14 +117,6 @@ class Channels:
         wait_for_notices(self.links.values(), left)
 
 
-@dataclass(frozen=True)
-class _Reach:
-    """What a worker with a GPU reports to the others: peers it can reach by NCCL, and GPUs it can read."""
-
-    by_nccl: NcclPeers
-    readable: tuple[str, ...]
-
-
 def connect(
     rendezvous: Rendezvous,
     peers: Iterable[int],
@@ -143,14 +135,12 @@ def connect(
     peers = sorted(set(peers) - {rank})
     connections = rendezvous.connect("channels", peers)
     gpu = device if device is not None and device.type == "cuda" else None
-    local_reach = _Reach(NcclPeers.of(gpu, peers), reachable_from(gpu)) if gpu else None
-    gathered = all_gather_values(encode(local_reach))
-    reach = [decode(_Reach, each) if each is not None else None for each in gathered]
-    by_nccl = {each: known.by_nccl for each, known in enumerate(reach) if known is not None}
-    pairs = make_nccl_pairs(rank, hosts, by_nccl, deadline_s, gpu)
+    gathered = all_gather_values(encode(None if gpu is None else GpuReach.of(gpu, peers)))
+    reach = {each: decode(GpuReach, known) for each, known in enumerate(gathered) if known is not None}
+    pairs = make_nccl_pairs(rank, hosts, reach, deadline_s, gpu)
     links: dict[int, Link] = {}
     for peer, connection in connections.items():
-        other = reach[peer]
+        other = reach.get(peer)
         if connection.family == socket.AF_UNIX:
             can_read = gpu is not None and other is not None and name_of(gpu) in other.readable
             links[peer] = SharedLink(connection, gpu if can_read else None)

@@ -13,9 +13,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,20 +59,22 @@ class DataGroup:
             self.abort()
         interruptible(lambda _: backend.eager_connect_single_device(device), meeting, seconds)(0)
         ones = torch.ones(1, device=device)
-        self._await(self.all_reduce(ones).work, seconds)
+        self._await(self._start(ones), seconds)
         if ones.item() != len(ranks):
             raise PlaitError(f"NCCL summed {len(ranks)} ones to {ones.item():g}")
 
-    def all_reduce(self, tensor: Tensor) -> DataSum:
-        """Start summing `tensor` over the members, in place, after what this thread has queued on the GPU."""
+    def all_reduce(self, tensor: Tensor) -> Callable[[], None]:
+        """Start summing `tensor` over the members, in place, after what this thread has queued on the GPU.
+
+        The returned function waits for the sum; a loss, an error of NCCL or the deadline ends the wait.
+        """
+        return partial(self._await, self._start(tensor), self._rendezvous.timeout_s)
+
+    def _start(self, tensor: Tensor) -> Any:
         options, backend = dist.AllreduceOptions(), self._backend
         if self._is_aborted:
             raise self._lost("they were ended", LostPeer.GONE)
-        return DataSum(self, backend.allreduce([tensor], options))
-
-    def await_sum(self, work: Any) -> None:
-        """Wait until a sum is complete; a loss, an error of NCCL or the deadline ends the wait."""
-        self._await(work, self._rendezvous.timeout_s)
+        return backend.allreduce([tensor], options)
 
     def _await(self, work: Any, seconds: float) -> None:
         check, end = self._rendezvous.check, time.monotonic() + seconds
@@ -102,17 +104,6 @@ class DataGroup:
     def _lost(self, why: str, kind: LostPeer) -> PeerError:
         others = [rank for rank in self.ranks if rank != self._rendezvous.rank]
         return PeerError(f"sums of worker {self._rendezvous.rank} with workers {others}: {why}", kind)
-
-
-@dataclass(frozen=True)
-class DataSum:
-    """A sum that was started."""
-
-    group: DataGroup
-    work: Any
-
-    def wait(self) -> None:
-        self.group.await_sum(self.work)
 
 
 def find_data_group(rendezvous: Rendezvous, ranks: Sequence[int], device: torch.device) -> DataGroup | None:

@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,23 +36,16 @@ ATTEMPTS = 5
 PROOF_S = 5.0
 
 
-class WorldConnections:
-    """The TCP connections of a world's process groups, to end waits for a lost member."""
+def cut_connections(rendezvous: Rendezvous) -> None:
+    """Shut down the TCP connections of process groups: all waits in them, on both ends, fail at once.
 
-    def __init__(self, descriptors: Mapping[int, int]) -> None:
-        # By inode; those of groups that are made later are added.
-        self._descriptors = descriptors
-
-    def cut(self) -> None:
-        """Shut them down: all waits in the group, on both ends, fail at once.
-
-        gloo itself would wait for a stopped or unreachable peer until the group's timeout.
-        """
-        for identity, descriptor in list(self._descriptors.items()):
-            with contextlib.suppress(OSError):
-                if os.fstat(descriptor).st_ino == identity:
-                    with socket.socket(fileno=os.dup(descriptor)) as copy:
-                        copy.shutdown(socket.SHUT_RDWR)
+    gloo itself would wait for a stopped or unreachable peer until the group's timeout.
+    """
+    for identity, descriptor in list(rendezvous.connections.items()):
+        with contextlib.suppress(OSError):
+            if os.fstat(descriptor).st_ino == identity:
+                with socket.socket(fileno=os.dup(descriptor)) as copy:
+                    copy.shutdown(socket.SHUT_RDWR)
 
 
 def abandon_world() -> None:
@@ -66,7 +59,7 @@ def abandon_world() -> None:
     threading.Thread(target=groups.clear, name="plait-abandon", daemon=True).start()
 
 
-def join_world(backend: str, rendezvous: Rendezvous) -> WorldConnections:
+def join_world(backend: str, rendezvous: Rendezvous) -> None:
     """Initialize the default process group; every rank calls it."""
     rendezvous.worlds += 1
 
@@ -85,7 +78,6 @@ def join_world(backend: str, rendezvous: Rendezvous) -> WorldConnections:
         )
 
     _make_proven(rendezvous, range(len(rendezvous.hosts)), interruptible(make, rendezvous))
-    return WorldConnections(rendezvous.connections)
 
 
 def interruptible(

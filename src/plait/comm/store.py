@@ -1,7 +1,7 @@
 """The job's key-value store, which all its processes read, write and wait on.
 
-One server, in the agent of the first host, serves the whole job. It has the operations of torch's TCPStore,
-which process groups need, and accepts only authenticated clients. It does not import torch.
+One server, in the agent of the first host, serves the whole job. It has the operations of torch's stores
+that process groups need, and accepts only authenticated clients. It does not import torch.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class Op(enum.IntEnum):
     CHECK = 5
     WAIT = 6
     DELETE = 7
-    APPEND = 8
-    COUNT = 9
+    COUNT = 8
 
 
 class _Status(enum.IntEnum):
@@ -147,8 +146,6 @@ class StoreServer(threading.Thread):
         match op:
             case Op.SET:
                 self._put(fields[0], fields[1])
-            case Op.APPEND:
-                self._put(fields[0], values.get(fields[0], b"") + fields[1])
             case Op.ADD:
                 try:
                     total = int(values.get(fields[0], b"0")) + int(fields[1])
@@ -253,9 +250,6 @@ class StoreClient:
     def delete_key(self, key: str) -> bool:
         """Delete the key; returns whether it had a value."""
         return self._ask(Op.DELETE, [key])[0] == b"1"
-
-    def append(self, key: str, value: str | bytes) -> None:
-        self._ask(Op.APPEND, [key], value)
 
     def num_keys(self) -> int:
         return int(self._ask(Op.COUNT, [])[0])

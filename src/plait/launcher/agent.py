@@ -18,9 +18,7 @@ import os
 import select
 import selectors
 import signal
-import socket
 import subprocess
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -34,25 +32,14 @@ from plait.launcher import messages
 from plait.launcher.failure_cause import describe_status
 from plait.launcher.fork_server import ForkServer, ServerGoneError
 from plait.launcher.keepalive import watch_hosts
-from plait.launcher.messages import (
-    COORDINATOR,
-    AgentOrder,
-    CoordinatorAnswer,
-    CoordinatorQuestion,
-    JobMessage,
-    WorkerRequest,
-    from_line,
-    to_line,
-)
-from plait.launcher.worker_output import LineBuffer, LogWriter, visible_text
-from plait.schema.hosts import address_of, interface_of
+from plait.launcher.messages import CoordinatorAnswer, CoordinatorQuestion
+from plait.launcher.workers.agent_worker import AgentWorker, WorkerOutput
+from plait.launcher.workers.message_link import MessageLink
+from plait.launcher.workers.worker_output import LogWriter
+from plait.schema.hosts import address_of
 
 BEAT_S = 5.0
 TICK_S = 0.5
-# With more unread messages than this, lines that workers print go only to their logs.
-MOST_UNREAD_BYTES = 4 << 20
-# Output without line ends, such as progress bars, is forwarded in parts of this many bytes.
-LONGEST_LINE = 1 << 16
 DRAIN_S = 2.0
 LAST_COMMAND_S = 20.0
 
@@ -66,7 +53,7 @@ def main() -> None:
             return
         select.select([supervisor], [], [])
         received, more = supervisor.receive()
-        request = next((message for message in received if isinstance(message, AgentOrder)), None)
+        request = next((message for message in received if isinstance(message, messages.AgentOrder)), None)
     placement = request.launch.placement
     os.chdir(request.folder)
     os.environ.update(placement.environment)
@@ -114,74 +101,9 @@ def _cores() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-class _MessageLink:
-    """Messages to and from a process over pipes or a socket. No call blocks: unsent messages are kept."""
-
-    def __init__(self, reads: int, writes: int) -> None:
-        self._reads = reads
-        self._writes: int | None = writes
-        for descriptor in (reads, writes):
-            os.set_blocking(descriptor, False)
-        self._lines = LineBuffer()
-        self._unsent: deque[memoryview] = deque()
-        self.unsent_bytes = 0
-        # The threads that watch the other hosts send too.
-        self._lock = threading.Lock()
-
-    def fileno(self) -> int:
-        return self._reads
-
-    def receive(self) -> tuple[list[JobMessage], bool]:
-        """The messages since the last call, and whether more may come."""
-        received: list[JobMessage] = []
-        while True:
-            try:
-                data = os.read(self._reads, 1 << 16)
-            except BlockingIOError:
-                return received, True
-            except OSError:
-                data = b""
-            if not data:
-                return received, False
-            for line in self._lines.take(data):
-                message = from_line(line)
-                assert message is not None, f"found {line!r}, expected a message"
-                received.append(message)
-
-    def send(self, message: JobMessage) -> None:
-        content = memoryview(to_line(message))
-        with self._lock:
-            self._unsent.append(content)
-            self.unsent_bytes += len(content)
-        self.flush()
-
-    def flush(self) -> None:
-        """Send as much as possible."""
-        with self._lock:
-            try:
-                while self._unsent and self._writes is not None:
-                    sent = os.write(self._writes, self._unsent[0])
-                    self.unsent_bytes -= sent
-                    self._unsent[0] = self._unsent[0][sent:]
-                    if not len(self._unsent[0]):
-                        self._unsent.popleft()
-            except BlockingIOError:
-                return
-            except OSError:  # the process is gone, which the reader notices
-                self._writes = None
-            if self._writes is None:
-                self._unsent.clear()
-                self.unsent_bytes = 0
-
-    def close(self) -> None:
-        """Send no more: the descriptor may be reused from now on."""
-        with self._lock:
-            self._writes = None
-
-
-def _link_to_supervisor() -> _MessageLink:
+def _link_to_supervisor() -> MessageLink:
     """The link over the standard streams, which are replaced before any other process is started."""
-    link = _MessageLink(os.dup(0), os.dup(1))
+    link = MessageLink(os.dup(0), os.dup(1))
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -190,91 +112,17 @@ def _link_to_supervisor() -> _MessageLink:
     return link
 
 
-class _Output:
-    """One output stream of a worker: appended to its log and forwarded line by line."""
-
-    def __init__(self, prefix: str, log: Path | None, logs: LogWriter, is_stdout: bool) -> None:
-        self.read, self.write = os.pipe()
-        self._is_stdout = is_stdout
-        os.set_blocking(self.read, False)
-        self._prefix = prefix
-        self._lines = LineBuffer(LONGEST_LINE)
-        self._log, self._logs = log, logs
-        self.keep(b"")
-        # Once closed, the descriptor may be reused for another worker.
-        self.closed = False
-
-    def take(self, supervisor: _MessageLink) -> bool:
-        """Forward the output that has arrived; False at its end."""
-        try:
-            data = os.read(self.read, 1 << 16)
-        except BlockingIOError:
-            return True
-        self.keep(data)
-        for line in self._lines.take(data) if data else self._lines.rest():
-            if supervisor.unsent_bytes <= MOST_UNREAD_BYTES:
-                text = f"{self._prefix}{visible_text(line)}"
-                supervisor.send(messages.OutputLine(text, self._is_stdout))
-        return bool(data)
-
-    def keep(self, data: bytes) -> None:
-        """Append to the log."""
-        if self._log is not None:
-            self._logs.append(self._log, data)
-
-    def close(self) -> None:
-        self.closed = True
-        os.close(self.read)
-        if self._log is not None:
-            self._logs.close(self._log)
-
-
-class _WorkerProcess:
-    """A worker as its agent knows it: its process, its output, and the socket between the two."""
-
-    def __init__(
-        self, rank: int, host: str, folder: Path | None, logs: LogWriter, clock: RunningClock
-    ) -> None:
-        self.rank = rank
-        self.pid: int | None = None
-        self.control, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.link = _MessageLink(self.control.fileno(), self.control.fileno())
-        prefix = f"[{host} {'coordinator' if rank == COORDINATOR else rank}] "
-        name = messages.process_name(rank)
-        paths = {kind: folder / f"{name}.{kind}" if folder else None for kind in ("out", "err")}
-        self.outputs = [_Output(prefix, path, logs, kind == "out") for kind, path in paths.items()]
-        self.last_seen_s = clock.read()
-        self.ended = False
-        self.reported_silent = False
-        # The heartbeat timeout once it has joined, if the others can continue without it.
-        self.lease_s = math.inf
-
-    def descriptors(self) -> list[int]:
-        return [*(output.write for output in self.outputs), self.theirs.fileno()]
-
-    def close_child_ends(self) -> None:
-        """Close the child's descriptors in this process, so that the child's exit closes them."""
-        for output in self.outputs:
-            os.close(output.write)
-        self.theirs.close()
-
-    def kill(self) -> None:
-        if self.pid is not None and not self.ended:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, 9)
-
-
 class Agent:
     """Runs the workers of one host until the job ends; one thread waits for all events."""
 
-    def __init__(self, request: AgentOrder, threads: int, supervisor: _MessageLink) -> None:
+    def __init__(self, request: messages.AgentOrder, threads: int, supervisor: MessageLink) -> None:
         self._request = request
         self._launch, self._placement = request.launch, request.launch.placement
         self._threads = threads
         self._supervisor = supervisor
         self._secret = bytes.fromhex(request.secret)
-        self._workers: list[_WorkerProcess] = []
-        self._starting: deque[_WorkerProcess] = deque()
+        self._workers: list[AgentWorker] = []
+        self._starting: deque[AgentWorker] = deque()
         self._selector = selectors.DefaultSelector()
         self._beat = time.monotonic()
         self._clock = RunningClock(2 * TICK_S)
@@ -300,10 +148,7 @@ class Agent:
         try:
             if self._launch.check:
                 # In a forked process, which has the modules imported.
-                check = messages.CheckRequest(self._launch.check, self._launch.settings)
-                self._start(
-                    self._worker_process(messages.CHECK, None), "plait.launcher.worker_process:check", check
-                )
+                self._start(messages.CHECK, None, "check", self._launch)
             else:
                 self._get_ready()
             while True:
@@ -363,9 +208,6 @@ class Agent:
                     subprocess.run(self._request.if_silent, timeout=LAST_COMMAND_S, check=False)
             raise EOFError
 
-    def _worker_process(self, rank: int, folder: Path | None) -> _WorkerProcess:
-        return _WorkerProcess(rank, self._request.host.name, folder, self._logs, self._clock)
-
     def _get_ready(self) -> None:
         """Find this host's address and, on the first host, open the store."""
         request = self._request
@@ -401,7 +243,7 @@ class Agent:
         if not more:
             raise EOFError
 
-    def _workers_of(self, ranks: Sequence[int]) -> list[_WorkerProcess]:
+    def _workers_of(self, ranks: Sequence[int]) -> list[AgentWorker]:
         return [worker for worker in self._workers if worker.rank in ranks]
 
     def _start_all(self, store: str) -> None:
@@ -416,44 +258,37 @@ class Agent:
         )
         self._store_address = store
         if self._launch.coordinator is not None and request.index == 0:
-            self._start_worker(COORDINATOR, 0, self._launch.coordinator)
+            self._start_worker(messages.COORDINATOR, 0, self._launch.coordinator)
         for local in range(request.host.slots):
             self._start_worker(request.first_rank + local, local, self._launch.entry)
 
     def _start_worker(self, rank: int, local: int, entry: str, joins: bool = False) -> None:
-        job, launch = self._request, self._launch
-        request = WorkerRequest(
+        request = messages.WorkerRequest(
             rank=rank,
-            host=job.host.name,
             local_rank=local,
-            membership=None if joins else job.membership,
-            elastic=self._placement.elastic is not None,
-            lease_s=self._placement.lease_s,
+            membership=None if joins else self._request.membership,
+            order=self._request,
             store=self._store_address,
-            secret=job.secret,
             address=self._address,
-            timeout_s=self._placement.timeout_s,
             entry=entry,
-            settings=launch.settings,
-            world_size=len(job.membership.members),
-            local_size=job.capacity,
-            nic=self._placement.nic or interface_of(self._address),
             threads=self._threads,
         )
-        self._start(self._worker_process(rank, launch.logs), "plait.launcher.worker_process:enter", request)
+        self._start(rank, self._launch.logs, "enter", request)
 
     def _start(
-        self, worker: _WorkerProcess, function: str, request: messages.CheckRequest | WorkerRequest
+        self, rank: int, logs: Path | None, function: str, argument: messages.Launch | messages.WorkerRequest
     ) -> None:
+        """Start the process that calls that function of `worker_process`."""
+        worker = AgentWorker(rank, self._request.host.name, logs, self._logs, self._clock)
         self._workers.append(worker)
         self._starting.append(worker)
-        self._server.fork(function, encode(request), worker.descriptors())
+        self._server.fork(f"plait.launcher.worker_process:{function}", encode(argument), worker.descriptors())
         worker.close_child_ends()
         self._selector.register(worker.control, selectors.EVENT_READ, lambda: self._read_worker(worker))
         for output in worker.outputs:
             self._selector.register(output.read, selectors.EVENT_READ, lambda o=output: self._pass_on(o))
 
-    def _pass_on(self, output: _Output) -> None:
+    def _pass_on(self, output: WorkerOutput) -> None:
         if not output.take(self._supervisor):
             self._selector.unregister(output.read)
             output.close()
@@ -466,14 +301,14 @@ class Agent:
                 worker = next(w for w in self._workers if w.pid == message["ended"])
                 self._record_end(worker, message["status"])
 
-    def _record_start(self, worker: _WorkerProcess, pid: int) -> None:
+    def _record_start(self, worker: AgentWorker, pid: int) -> None:
         worker.pid = pid
         worker.last_seen_s = self._clock.read()
         if worker.rank >= 0 and not self._starting:
             pids = {w.rank: w.pid for w in self._workers if w.rank >= 0 and not w.ended and w.pid}
             self._supervisor.send(messages.WorkerPids(pids))
 
-    def _read_worker(self, worker: _WorkerProcess) -> None:
+    def _read_worker(self, worker: AgentWorker) -> None:
         if worker.control.fileno() < 0:  # closed by an earlier event of the same turn
             return
         received, more = worker.link.receive()
@@ -489,14 +324,15 @@ class Agent:
             worker.link.close()
             worker.control.close()
 
-    def _pass_to_worker(self, message: JobMessage) -> bool:
+    def _pass_to_worker(self, message: messages.JobMessage) -> bool:
         """Send an answer, or a message to the coordinator, to its process; False if it is on another host."""
-        here = self._workers_of([message.rank if isinstance(message, CoordinatorAnswer) else COORDINATOR])
+        rank = message.rank if isinstance(message, CoordinatorAnswer) else messages.COORDINATOR
+        here = self._workers_of([rank])
         for worker in here:
             worker.link.send(message)
         return bool(here)
 
-    def _record_end(self, worker: _WorkerProcess, status: int) -> None:
+    def _record_end(self, worker: AgentWorker, status: int) -> None:
         # First read the messages that it sent before its end.
         self._read_worker(worker)
         worker.ended = True

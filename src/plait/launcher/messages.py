@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, dataclass_transform
 
@@ -320,40 +320,28 @@ class ResizeRequest(JobMessage):
     why: str
 
 
-# The arguments of the processes that an agent starts.
-
-
-@dataclass(frozen=True)
-class CheckRequest:
-    """Call `check` with the settings, and send `Refusal` if it raises InputError."""
-
-    check: str
-    settings: Mapping[str, Any]
-
-
 @dataclass(frozen=True)
 class WorkerRequest:
-    """Run `entry` as a worker, or as the coordinator, with this rank and environment.
+    """The argument of a process that an agent starts: run `entry` as a worker, or as the coordinator.
 
-    Without a membership the worker waits until it is made a member.
-
-    `elastic` says whether workers may join and leave. With `lease_s`, too, the job continues without a lost
-    worker; it is the longest time between two heartbeats of a worker.
+    `order` is what the agent was told, and `address` where other hosts reach this one. Without a membership
+    the worker waits until it is made a member.
     """
 
     rank: int
-    host: str
     local_rank: int
     membership: Membership | None
-    elastic: bool
+    order: AgentOrder
     store: str
-    secret: str
     address: str
-    timeout_s: float
-    entry: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    lease_s: float | None = None
-    world_size: int = 1
-    local_size: int = 1
-    nic: str | None = None
+    entry: str
     threads: int = 1
+
+    @property
+    def placement(self) -> Placement:
+        return self.order.launch.placement
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers may join and leave."""
+        return self.placement.elastic is not None

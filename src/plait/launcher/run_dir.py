@@ -112,6 +112,11 @@ class RunDir:
         # Exists once the user has asked the run to stop, which an engine does by a signal, too.
         self.stop_request = path / ".stop"
 
+    @property
+    def is_run(self) -> bool:
+        """Whether the folder holds something of a run."""
+        return any(file.exists() for file in (self.record, self.status, self.settings))
+
     def events(self, rank: int = 0) -> Path:
         return self.path / "events" / f"rank{rank}.jsonl"
 
@@ -383,7 +388,7 @@ def find_run(text: str, run_dir: Path = Path("runs"), kind: RunKind | None = Non
     text = expand_path(text, "RUN")
     for path in (Path(text), run_dir / text):
         folder = RunDir(path)
-        if any(file.exists() for file in (folder.record, folder.status, folder.settings)):
+        if folder.is_run:
             if kind is not None:
                 folder.check_kind(kind)
             return folder

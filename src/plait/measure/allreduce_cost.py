@@ -106,7 +106,7 @@ def _time_one(
     repeats: int,
     device: torch.device,
 ) -> float:
-    sync = AllReduce(list(probe), members.group, members)
+    sync = AllReduce(list(probe), members)
     if topology is not None:
         sync.switch(resolve_topology(topology, members, sync.gradient_bytes, device)[0])
     samples = []

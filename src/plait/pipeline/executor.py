@@ -69,6 +69,10 @@ class StageKind:
     unpacked: Callable[[Tensor], RandomPosition] = RandomState.unpacked
 
 
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @dataclass(frozen=True)
 class PipelineParts:
     """What a pipeline needs of the job."""
@@ -84,7 +88,7 @@ class PipelineParts:
     slowed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     stages: StageKind = StageKind()
     # Those of the host, which its workers share.
-    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    cores: int = field(default_factory=_usable_cores)
     # For fp16, under schedules that drain.
     loss_scale: LossScaling | None = None
     # The process group of all workers of the pipelines, and the replicas with theirs; by default the world,

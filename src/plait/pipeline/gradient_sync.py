@@ -123,9 +123,9 @@ class GradientReducer:
             parameters = [own[name] for name in holders if name in own and holders[name] == workers]
             if members is not None and rank in workers:
                 # All holders visit their groups in the same order, which avoids deadlock.
-                may_fail, group = rendezvous.check is not None, members.group
+                may_fail = rendezvous.check is not None
                 self._sums.append(
-                    AllReduce(parameters, group, members, may_fail=may_fail, copy_gradients=copy_gradients)
+                    AllReduce(parameters, members, may_fail=may_fail, copy_gradients=copy_gradients)
                 )
                 self._members.append(members)
         self._device = next((parameter.device for parameter in own.values()), torch.device("cpu"))

@@ -39,12 +39,10 @@ class KeyLimits:
             ("less than or equal to", self.le, operator.le),
             ("less than", self.lt, operator.lt),
         )
-        broken = (
-            f"{text} {bound}"
-            for text, bound, holds in bounds
-            if bound is not None and not holds(number, bound)
-        )
-        return next(broken, None)
+        for text, bound, holds in bounds:
+            if bound is not None and not holds(number, bound):
+                return f"{text} {bound}"
+        return None
 
 
 @dataclass(frozen=True)

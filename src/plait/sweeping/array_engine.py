@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plait.data.loader import BatchStream
 from plait.fusion.errors import FusionError
-from plait.launcher.worker_process import as_loss
+from plait.launcher.workers.worker_failure import as_loss
 from plait.sweeping.array_builder import ArrayBuilder, ArrayTrainer
 from plait.sweeping.engines.trial_audits import TrialAudits
 from plait.sweeping.fusable import (

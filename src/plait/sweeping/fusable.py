@@ -12,7 +12,7 @@ from plait.data.loader_processes import LoaderError
 from plait.fusion.check import check_models
 from plait.fusion.errors import FusionError
 from plait.fusion.optim.optimizer_kinds import KINDS
-from plait.launcher.worker_process import is_out_of_memory
+from plait.launcher.workers.worker_failure import is_out_of_memory
 from plait.schema.settings import TrainSettings
 
 # A sentence in a table or on a terminal.

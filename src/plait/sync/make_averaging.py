@@ -23,7 +23,7 @@ from plait.schema.sync_options import (
     PartialReduceOptions,
     SmaOptions,
 )
-from plait.sync.averaging.base import WeightAveraging, WhenSynchronized
+from plait.sync.averaging.base import AveragedState, WeightAveraging, WhenSynchronized
 from plait.sync.averaging.collective_averages import LocalSgd, Sma
 from plait.sync.averaging.flat_buffer import Source
 from plait.sync.averaging.gossip import ad_psgd, pair_averaging
@@ -81,38 +81,29 @@ def make_averaging(
     """
     rendezvous, prefix, group = workers.rendezvous, workers.prefix, workers.group
     index, hosts, timeout_s = workers.index, workers.hosts, rendezvous.timeout_s
+    averaged = AveragedState(sources, when_synchronized)
     if isinstance(options, SmaOptions):
-        return Sma(sources, options.alpha, when_synchronized, group)
+        return Sma(averaged, options.alpha, group)
     if isinstance(options, LocalSgdOptions):
-        outer_lr = options.outer_lr if options.outer == "nesterov" else None
-        return LocalSgd(sources, options.every, outer_lr, options.outer_momentum, when_synchronized, group)
+        return LocalSgd(averaged, options, group)
     if isinstance(options, HetPipeOptions):
         mailboxes = [
             open_mailbox(rendezvous, f"{prefix}/server{i}", index, hosts) for i in range(options.servers)
         ]
-        return HetPipe(
-            mailboxes,
-            sources,
-            staleness=options.staleness,
-            wave=options.wave,
-            deadline_s=timeout_s,
-            dedicated=options.dedicated,
-            when_synchronized=when_synchronized,
-            group=group,
-        )
+        return HetPipe(mailboxes, averaged, options, timeout_s, group)
     mailbox = open_mailbox(rendezvous, prefix, index, hosts)
     peers = Peers(workers.store, prefix, mailbox, workers.find_lost, timeout_s)
     if isinstance(options, PairSyncOptions):
         # A slow or stopped partner is waited for, so that all workers have the same matchings.
         peers = replace(peers, tolerant=workers.may_leave)
-        return PairSync(peers, sources, seed, step, when_synchronized)
+        return PairSync(peers, averaged, seed, step)
     if isinstance(options, AdPsgdOptions):
-        return ad_psgd(peers, sources, seed, options.graph, when_synchronized)
+        return ad_psgd(peers, averaged, seed, options.graph)
     if isinstance(options, PairAveragingOptions):
-        return pair_averaging(peers, sources, seed, when_synchronized)
+        return pair_averaging(peers, averaged, seed)
     assert isinstance(options, PartialReduceOptions)
     rules = Rules(options.minimum, options.window, options.patience, options.every, overdue)
-    return PartialReduce(peers, sources, rules, when_synchronized)
+    return PartialReduce(peers, averaged, rules)
 
 
 def averages_gradients(options: Options) -> bool:

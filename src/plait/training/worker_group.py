@@ -16,7 +16,8 @@ from plait.comm.collectives import all_gather_values, broadcast_value, gather_na
 from plait.comm.groups import new_group_of_members
 from plait.comm.rendezvous import Rendezvous
 from plait.core.errors import LostPeer, PeerError, PlaitError
-from plait.launcher.worker_process import Worker, as_loss
+from plait.launcher.worker_process import Worker
+from plait.launcher.workers.worker_failure import as_loss
 from plait.sync.allreduce.reducers import Members, whole_world
 from plait.training import checkpoint as checkpoints
 from plait.training.checkpoint import Checkpoint

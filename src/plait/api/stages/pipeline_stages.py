@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,30 +29,16 @@ from plait.pipeline.named_state import (
     unpacked,
     whole_state,
 )
-from plait.pipeline.stage import Autocast, Loss, ordered_inputs
+from plait.pipeline.stage import ordered_inputs
 from plait.pipeline.verify.prepare import free_other_stages
 from plait.planner.schedules.operations import Forward, Op
 from plait.profiler.traced_model import TracedModel
-from plait.schema.topology_spec import TopologySpec
 
 MakeOptimizer = Callable[[Sequence[Parameter]], torch.optim.Optimizer]
 # What schedulers set in the groups of an optimizer.
 _RATES = ("lr", "momentum", "betas", "weight_decay")
 # After this number of microbatches an asynchronous pipeline drains, to forget the earlier ones.
 _MOST = 1 << 14
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """How a model is trained, in stages or as a whole."""
-
-    loss: Loss
-    optimizer: MakeOptimizer
-    autocast: Autocast = contextlib.nullcontext
-    clip_norm: float | None = None
-    seed: int = 0
-    # Whether the model, or each stage, is compiled.
-    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,10 +75,10 @@ class PipelineStages:
         model: nn.Module,
         traced: TracedModel,
         layout: PipelineLayout,
-        options: StepOptions,
-        topology: TopologySpec,
+        parts: PipelineParts,
+        seed: int,
     ) -> None:
-        self._rank, self._layout, self._options = world.rank, layout, options
+        self._rank, self._layout, self._seed = world.rank, layout, seed
         self._pipeline = layout.pipeline_of(self._rank)
         self.reads_inputs = 0 in layout.stages_of(self._rank)
         self._device = world.device
@@ -101,16 +86,6 @@ class PipelineStages:
         self._traced, self._evaluated = traced, traced.evaluation or traced
         self._channels = connect(
             world.rendezvous, layout.workers, window=layout.window(), device=world.device
-        )
-        parts = PipelineParts(
-            options.loss,
-            options.optimizer,
-            world.device,
-            options.autocast,
-            world.rendezvous,
-            options.clip_norm,
-            topology,
-            compile=options.compile,
         )
         self._executor = PipelineExecutor(self._rank, layout, traced, self._channels, parts)
         free_other_stages(model, self._executor, traced)
@@ -156,7 +131,7 @@ class PipelineStages:
     ) -> MicrobatchSource:
         self._batch = batch, sum(len(each.samples) for each in cut), len(cut)
         return MicrobatchSource(
-            self._layout, self._rank, cut, seed=self._options.seed, fetch=self._contents, set_lr=set_lr
+            self._layout, self._rank, cut, seed=self._seed, fetch=self._contents, set_lr=set_lr
         )
 
     def _contents(self, microbatches: list[Microbatch]) -> Iterator[Any]:

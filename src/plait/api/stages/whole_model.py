@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from plait.api.stages.pipeline_stages import StepOptions
 from plait.data import loader
 from plait.data.call_model import compile_in_place, evaluated_weights, evaluation_mode, forward
+from plait.pipeline.executor import PipelineParts
 from plait.pipeline.named_state import Tensors, load_optimizer_state, optimizer_state
 
 
@@ -23,23 +23,21 @@ class WholeModel:
 
     reads_inputs = True
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, options: StepOptions, updates_each: bool
-    ) -> None:
-        self._model, self._device, self._options = model, device, options
+    def __init__(self, model: nn.Module, parts: PipelineParts, updates_each: bool) -> None:
+        self._model, self._device, self._parts = model, parts.device, parts
         self._updates_each = updates_each
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = options.optimizer(self._parameters)
-        if options.compile:
-            compile_in_place(model, device, "compile")
+        self.optimizer = parts.optimizer(self._parameters)
+        if parts.compile:
+            compile_in_place(model, parts.device, "compile")
 
     def step(self, batch: tuple[Any, Any], samples: int, microbatches: int) -> Tensor:
         """Train on a batch; returns its mean loss."""
         total = torch.zeros((), dtype=torch.float64)
         for content, count in loader.cut(batch, samples, microbatches):
             inputs, target = loader.to_device(content, self._device, None)
-            with self._options.autocast():
-                loss = self._options.loss(forward(self._model, inputs), target)
+            with self._parts.autocast():
+                loss = self._parts.loss(forward(self._model, inputs), target)
             share = count / samples
             (loss if self._updates_each else loss * share).backward()
             total += loss.detach().double().cpu() * share
@@ -50,8 +48,8 @@ class WholeModel:
         return total
 
     def _update(self) -> None:
-        if self._options.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, self._options.clip_norm)
+        if self._parts.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self._parts.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -62,7 +60,7 @@ class WholeModel:
             torch.no_grad(),
             evaluated_weights(self.optimizer),
             evaluation_mode(self._model),
-            self._options.autocast(),
+            self._parts.autocast(),
         ):
             for (part, _), _count in loader.cut((inputs, None), samples, microbatches):
                 output = forward(self._model, loader.to_device(part, self._device, None))

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm.links.cuda_ipc import GpuMemory, name_of
-from plait.comm.links.packing import Buffer, Message, OnSent, packing_of
+from plait.comm.links.cuda_ipc import GpuMemory, name_of, reachable_from
+from plait.comm.links.packing import Buffer, Content, Message, OnSent, packing_of
 from plait.comm.links.tcp import CLOSE_S, HEADER, TcpLink
 
 
@@ -45,26 +45,19 @@ class NcclLink(TcpLink):
         self._sending: deque[tuple[dist.Work, Buffer]] = deque()
         self._receiving: dict[Buffer, dist.Work] = {}
 
-    def send(
-        self,
-        channel: int,
-        number: int,
-        tensors: Sequence[Tensor | None],
-        note: str,
-        on_sent: OnSent | None = None,
-    ) -> int:
+    def send(self, channel: int, content: Content, on_sent: OnSent | None = None) -> int:
         """Start sending a message; never blocks. Returns its bytes. It counts as sent once its header is."""
-        if not any(tensor is not None and tensor.is_cuda for tensor in tensors):
-            return super().send(channel, number, tensors, note, on_sent)
+        if not content.is_on_gpu:
+            return super().send(channel, content, on_sent)
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()[0].wait()
-        packing = packing_of(tensors, note)
+        packing = packing_of(content)
         buffer = self._buffer(torch.empty(packing.head_size, dtype=torch.uint8), packing.size)
-        buffer.write(number, packing, tensors)
+        buffer.write(content, packing)
         work = self._post(dist.isend, buffer, self._pair.there)
         if work is not None:
             self._sending.append((work, buffer))
-        self._under_way[channel] += 1
+        self.under_way[channel] += 1
         self._put(HEADER, channel, buffer.flat, on_sent)
         return packing.size
 
@@ -112,15 +105,20 @@ class NcclLink(TcpLink):
 
 
 @dataclass(frozen=True)
-class NcclPeers:
-    """The peers of a worker that might be reached by NCCL, and the identity of its GPU for NCCL."""
+class GpuReach:
+    """What a worker with a GPU reports to the others.
+
+    Its GPU's identity for NCCL, the peers that NCCL might reach, and the GPUs whose memory it can read.
+    """
 
     gpu: str
     peers: tuple[int, ...]
+    readable: tuple[str, ...]
 
     @staticmethod
-    def of(gpu: torch.device, peers: Sequence[int]) -> NcclPeers:
-        return NcclPeers(nccl_name_of(gpu), tuple(peers) if dist.is_nccl_available() else ())
+    def of(gpu: torch.device, peers: Sequence[int]) -> GpuReach:
+        by_nccl = tuple(peers) if dist.is_nccl_available() else ()
+        return GpuReach(nccl_name_of(gpu), by_nccl, reachable_from(gpu))
 
 
 def nccl_name_of(gpu: torch.device) -> str:
@@ -131,17 +129,17 @@ def nccl_name_of(gpu: torch.device) -> str:
 def make_nccl_pairs(
     rank: int,
     hosts: Sequence[str],
-    peers_of: Mapping[int, NcclPeers],
+    reach: Mapping[int, GpuReach],
     deadline_s: float,
     device: torch.device | None,
 ) -> dict[int, NcclPair]:
     """The peers of this worker with a GPU on another host; all ranks call it together.
 
-    `peers_of` has an entry for every worker with a GPU; `device` is this worker's.
+    `reach` has an entry for every worker with a GPU; `device` is this worker's.
     """
     pairs = {}
     deadline = timedelta(seconds=deadline_s)
-    for first, second in _remote_pairs(hosts, peers_of):
+    for first, second in _remote_pairs(hosts, reach):
         member = rank in (first, second)
         # One group per direction, as in a common one a send would wait for an earlier receive.
         up, down = (
@@ -167,8 +165,8 @@ def _connect_group(
     work.wait(deadline)
 
 
-def _remote_pairs(hosts: Sequence[str], peers_of: Mapping[int, NcclPeers]) -> list[tuple[int, int]]:
+def _remote_pairs(hosts: Sequence[str], reach: Mapping[int, GpuReach]) -> list[tuple[int, int]]:
     """Pairs of peers with different GPUs on different hosts, in the same order on all ranks."""
-    known = [(a, b) for a in peers_of for b in peers_of if a < b and hosts[a] != hosts[b]]
-    apart = [(a, b) for a, b in known if peers_of[a].gpu != peers_of[b].gpu]
-    return sorted((a, b) for a, b in apart if b in peers_of[a].peers and a in peers_of[b].peers)
+    known = [(a, b) for a in reach for b in reach if a < b and hosts[a] != hosts[b]]
+    apart = [(a, b) for a, b in known if reach[a].gpu != reach[b].gpu]
+    return sorted((a, b) for a, b in apart if b in reach[a].peers and a in reach[b].peers)

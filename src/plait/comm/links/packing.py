@@ -27,12 +27,17 @@ OnSent = Callable[[], None]
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a message: tensors or None, its number, and a text; `size` is that of the message."""
+    """The content of a message: tensors or None, its number, and a text; `size` is that of a received one."""
 
     number: int
-    tensors: tuple[Tensor | None, ...]
-    note: str
+    tensors: Sequence[Tensor | None]
+    note: str = ""
     size: int = 0
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether some of the tensors are on a GPU."""
+        return any(tensor is not None and tensor.is_cuda for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -51,9 +56,10 @@ class Packing:
         return _aligned(_PREFIX.size + len(self.description))
 
 
-def packing_of(tensors: Sequence[Tensor | None], note: str = "") -> Packing:
-    """The layout of a message with these tensors."""
-    return _packing(tuple(None if t is None else (str(t.dtype), tuple(t.shape)) for t in tensors), note)
+def packing_of(content: Content) -> Packing:
+    """The layout of a message with this content."""
+    signature = (None if t is None else (str(t.dtype), tuple(t.shape)) for t in content.tensors)
+    return _packing(tuple(signature), content.note)
 
 
 @lru_cache(maxsize=1024)
@@ -118,11 +124,11 @@ class Buffer:
             return False
         return packing.head_size <= self.capacity and packing.size <= self.size
 
-    def write(self, number: int, packing: Packing, tensors: Sequence[Tensor | None]) -> None:
+    def write(self, content: Content, packing: Packing) -> None:
         """Copy a message into the buffer, with tensors from any device."""
-        head = _PREFIX.pack(number, packing.size, len(packing.description)) + packing.description
+        head = _PREFIX.pack(content.number, packing.size, len(packing.description)) + packing.description
         self._bytes[: len(head)] = head
-        for view, tensor in zip(self._view(packing), tensors):
+        for view, tensor in zip(self._view(packing), content.tensors):
             if view is not None and tensor is not None:
                 view.copy_(tensor.detach())
         if self.gpu is not None:

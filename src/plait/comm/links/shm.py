@@ -11,16 +11,14 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from plait.comm.links.cuda_ipc import GpuMemory
 from plait.comm.links.local import LocalLink, make_file, map_file
-from plait.comm.links.packing import Buffer, Message, OnSent, Packing, packing_of
+from plait.comm.links.packing import Buffer, Content, Message, OnSent, Packing, packing_of
 
 _FULL, _FULL_GPU, _FREE = 1, 2, 3
 _PAGE = mmap.PAGESIZE
@@ -47,33 +45,23 @@ class SharedLink(LocalLink):
         self._free: list[_SendSlot] = []
         self._theirs: dict[int, Buffer] = {}
         self._arrived: dict[int, deque[int]] = defaultdict(deque)
-        self._under_way: dict[int, int] = defaultdict(int)
+        # By channel: the number of messages that the peer has not released.
+        self.under_way = Counter[int]()
         self._channel_of: dict[int, int] = {}
-
-    def under_way(self, channel: int) -> int:
-        """The number of messages on `channel` that the peer has not released."""
-        return self._under_way[channel]
 
     @property
     def seen_gpu_bytes(self) -> int:
         """The size of the peer's GPU memory that is opened here."""
         return sum(buffer.size for buffer in self._theirs.values() if buffer.gpu is not None)
 
-    def send(
-        self,
-        channel: int,
-        number: int,
-        tensors: Sequence[Tensor | None],
-        note: str,
-        on_sent: OnSent | None = None,
-    ) -> int:
+    def send(self, channel: int, content: Content, on_sent: OnSent | None = None) -> int:
         """Copy a message into a free buffer and notify the peer; never blocks. Returns its bytes."""
         self.take_notices()
-        packing = packing_of(tensors, note)
-        on_gpu = self._gpu is not None and any(t is not None and t.is_cuda for t in tensors)
+        packing = packing_of(content)
+        on_gpu = self._gpu is not None and content.is_on_gpu
         slot = self._find(packing, on_gpu)
-        slot.buffer.write(number, packing, tensors)
-        self._under_way[channel] += 1
+        slot.buffer.write(content, packing)
+        self.under_way[channel] += 1
         self._channel_of[slot.number] = channel
         kind = _FULL_GPU if on_gpu else _FULL
         self.notify(kind, channel, slot.number, slot.buffer.capacity, slot.descriptor)
@@ -113,7 +101,7 @@ class SharedLink(LocalLink):
         for kind, channel, number, size, descriptor in self.notices(with_files=True):
             if kind == _FREE:
                 self._free.append(self._ours[number])
-                self._under_way[self._channel_of.pop(number)] -= 1
+                self.under_way[self._channel_of.pop(number)] -= 1
                 continue
             if descriptor is not None:
                 self._theirs[number] = _open(descriptor, size, kind == _FULL_GPU)

@@ -12,13 +12,12 @@ import queue
 import socket
 import struct
 import threading
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
 
 import torch
 from torch import Tensor
 
-from plait.comm.links.packing import Buffer, Message, OnSent, packing_of
+from plait.comm.links.packing import Buffer, Content, Message, OnSent, packing_of
 
 # The type of the frame, the channel, the size of the body.
 _HEAD = struct.Struct("<BIQ")
@@ -50,7 +49,8 @@ class TcpLink:
         for end in (self._notices, self._notifier):
             end.setblocking(False)
         self._arrived: dict[int, deque[Buffer]] = defaultdict(deque)
-        self._under_way: dict[int, int] = defaultdict(int)
+        # By channel: the number of messages that the peer has not released.
+        self.under_way = Counter[int]()
         # Memory of messages that were sent or released: new pages take as long as copying.
         self._spare: deque[Tensor] = deque(maxlen=_MOST_SPARE)
         self.ended = False
@@ -64,23 +64,12 @@ class TcpLink:
         """A descriptor that is readable if `take_notices` has something to do."""
         return self._notices.fileno()
 
-    def under_way(self, channel: int) -> int:
-        """The number of messages on `channel` that the peer has not released."""
-        return self._under_way[channel]
-
-    def send(
-        self,
-        channel: int,
-        number: int,
-        tensors: Sequence[Tensor | None],
-        note: str,
-        on_sent: OnSent | None = None,
-    ) -> int:
+    def send(self, channel: int, content: Content, on_sent: OnSent | None = None) -> int:
         """Copy a message and start sending it; never blocks. Returns its bytes."""
-        packing = packing_of(tensors, note)
+        packing = packing_of(content)
         buffer = Buffer(self._memory(packing.size))
-        buffer.write(number, packing, tensors)
-        self._under_way[channel] += 1
+        buffer.write(content, packing)
+        self.under_way[channel] += 1
         self._put(FULL, channel, buffer.flat, on_sent)
         return packing.size
 
@@ -124,7 +113,7 @@ class TcpLink:
             assert body is not None
             self._arrived[channel].append(Buffer(body))
         elif kind == FREE:
-            self._under_way[channel] -= 1
+            self.under_way[channel] -= 1
         elif kind == END:
             self.ended = True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
@@ -16,18 +16,6 @@ from plait.core.shown import listed, shortened, shown
 KIND, VERSION = "graph", 1
 # The limit of bytes and seconds: sums and quotients of such numbers do not overflow.
 MOST = 1e18
-_AMOUNTS = (
-    "forward_s",
-    "backward_s",
-    "output_bytes",
-    "parameter_bytes",
-    "buffer_bytes",
-    "activation_bytes",
-    "update_s",
-    "working_bytes",
-    "version_s",
-    "adding_bytes",
-)
 
 
 class GraphError(InputError):
@@ -61,6 +49,10 @@ class Node:
     @property
     def compute_s(self) -> float:
         return self.forward_s + self.backward_s
+
+
+# The costs of a node.
+_AMOUNTS = tuple(field.name for field in fields(Node) if field.name not in ("id", "description"))
 
 
 @dataclass(frozen=True)

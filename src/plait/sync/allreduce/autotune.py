@@ -144,7 +144,7 @@ class _Probe:
         for _ in range(3):
             dist.barrier(group=self._group)
             started = time.perf_counter()
-            reducer.start(index).wait()
+            reducer.start(index)()
             seconds = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
             # All ranks must make the same decision, so all use the time of the slowest.
             dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._group)

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from plait.comm.data_group import find_data_group
 from plait.core.errors import PlaitError
 from plait.schema.topology import Topology
-from plait.sync.allreduce.reducers import FailedSum, Members, Native, Pending, Reducer, Spec
+from plait.sync.allreduce.reducers import Members, Native, Reducer, Spec, WaitForSum
 from plait.sync.allreduce.topology_reduce import OverTopology
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -88,14 +88,14 @@ class Bucket:
 
 
 class AllReduce:
-    """Sums the gradients of all workers, each times a factor: the worker's share of the batch.
+    """Sums the gradients of `members`, each times a factor: the worker's share of the batch.
 
     Backward fills buckets from the last layer to the first, and each is sent as soon as it is full. All
     ranks send them in the same order, whatever the order of their backward. Between `begin` and
     `sum_gradients` every rank runs the same number of backward passes or none; only the last one
-    (`last=True`) sends. Sums use the backend's all-reduce, or a topology, which needs `members`. Up to
-    `max_scalars` extra scalars are summed too. With `copy_gradients` each step's gradients are copies, for
-    an optimizer that keeps them; otherwise they are views of buffers that the next step overwrites.
+    (`last=True`) sends. Sums use the backend's all-reduce, or a topology. Up to `max_scalars` extra scalars
+    are summed too. With `copy_gradients` each step's gradients are copies, for an optimizer that keeps them;
+    otherwise they are views of buffers that the next step overwrites.
 
     A gradient may arrive in parts, for example if reentrant checkpoints share a layer. The first time, parts
     that arrive after the gradient was sent are summed separately; from then on nothing is sent before
@@ -108,8 +108,7 @@ class AllReduce:
     def __init__(
         self,
         parameters: Sequence[Parameter],
-        group: dist.ProcessGroup | None = None,
-        members: Members | None = None,
+        members: Members,
         max_scalars: int = MAX_SCALARS,
         may_fail: bool = False,
         copy_gradients: bool = False,
@@ -123,7 +122,7 @@ class AllReduce:
         self._late: dict[tuple[int, int], Tensor] = {}
         self._rows: dict[tuple[int, int], Tensor] = {}
         self._sparse: set[tuple[int, int]] = set()
-        self._group = group
+        self._group = members.group
         self._members = members
         self._buckets = make_buckets(parameters)
         specs = [bucket.spec for bucket in self._buckets]
@@ -138,11 +137,9 @@ class AllReduce:
         self._use_buffers([torch.zeros(s.count, dtype=s.dtype, device=s.device) for s in self._specs])
         # A model on several devices is summed over gloo.
         summed_on = device if {spec.device for spec in specs} == {device} else torch.device("cpu")
-        self._data = (
-            None if members is None else find_data_group(members.rendezvous, members.ranks, summed_on)
-        )
-        self._reducer: Reducer = Native(self._buffers, group, self._check, self._data)
-        self._sending: list[Pending] = []
+        self._data = find_data_group(members.rendezvous, members.ranks, summed_on)
+        self._reducer: Reducer = Native(self._buffers, self._group, self._check, self._data)
+        self._sending: list[WaitForSum] = []
         self._next = 0
         self._armed = False
         # The autograd nodes after which each gradient is complete, also if several operations add to it.
@@ -164,10 +161,7 @@ class AllReduce:
 
         All workers call it between the same two steps; gradients of the previous step become invalid.
         """
-        if topology is not None and self._members is None:
-            raise PlaitError("topology: this all-reduce was made without its members; give it members")
         if topology is not None and self._over is None:
-            assert self._members is not None
             self._over = OverTopology(self._members, self._specs)
             self._use_buffers(self._over.buffers)
         if topology is None:
@@ -267,8 +261,8 @@ class AllReduce:
 
         fill = add_norm if weigh_norm is not None else None
         self._sending.append(self._reducer.start(len(self._buckets), fill))
-        for sum_ in self._sending:
-            sum_.wait()
+        for wait in self._sending:
+            wait()
         self._sending.clear()
         self._looks += 1
         # Gradients that this rank filled are used; the marks of the others matter only for the rest.
@@ -372,12 +366,17 @@ class AllReduce:
             self._sending.append(self._start(self._next, self._buckets[self._next].fill))
             self._next += 1
 
-    def _start(self, index: int, fill: Callable[[], None] | None) -> Pending:
+    def _start(self, index: int, fill: Callable[[], None] | None) -> WaitForSum:
         """Start a sum in the middle of backward, which does not fail: the wait for the sum does."""
         try:
             return self._reducer.start(index, fill)
-        except RuntimeError as failure:
-            return FailedSum(failure)
+        except RuntimeError as error:
+            failure = error
+
+        def fail() -> None:
+            raise failure
+
+        return fail
 
     def _take_rest(self) -> None:
         """Fill gradients that the last backward pass did not reach: by those of earlier passes, or zeros."""

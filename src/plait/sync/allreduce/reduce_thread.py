@@ -239,13 +239,7 @@ class ReduceThread(threading.Thread):
         def arrived(memory: Tensor) -> None:
             self._call(lambda: self._arrive(peer, route, phase, memory))
 
-        def failed(failure: Exception) -> None:
-            def fail() -> None:
-                raise failure
-
-            self._call(fail)
-
-        stream = RemoteStream(self._members, peer, tag_of(self._members, route, phase), arrived, failed)
+        stream = RemoteStream(self._members, peer, tag_of(self._members, route, phase), arrived, self.fail)
         stream.start()
         return stream
 

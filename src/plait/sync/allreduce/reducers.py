@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -18,29 +19,15 @@ from plait.comm.rendezvous import Rendezvous
 LOOK_S = 0.0005
 
 
-class Pending(Protocol):
-    """A sum that was started."""
-
-    def wait(self) -> object:
-        """Wait until the buffer holds the sum."""
-        ...
-
-
-@dataclass(frozen=True)
-class FailedSum:
-    """A sum that could not be started."""
-
-    failure: BaseException
-
-    def wait(self) -> None:
-        raise self.failure
+# Waits until the buffer of a sum that was started holds it.
+WaitForSum = Callable[[], object]
 
 
 class Reducer(Protocol):
     """Sums the buffers of an all-reduce; all workers start the same ones in the same order."""
 
-    def start(self, index: int, fill: Callable[[], None] | None = None) -> Pending:
-        """Start the sum of buffer `index`, which must not be used until the sum has been waited for.
+    def start(self, index: int, fill: Callable[[], None] | None = None) -> WaitForSum:
+        """Start the sum of buffer `index`, which must not be used until the returned function has waited.
 
         `fill` is called first, at once or in another thread, to fill the buffer; None if it is filled.
         """
@@ -112,24 +99,18 @@ class Native:
         self._check = check
         self._data = data
 
-    def start(self, index: int, fill: Callable[[], None] | None = None) -> Pending:
+    def start(self, index: int, fill: Callable[[], None] | None = None) -> WaitForSum:
         if fill is not None:
             fill()
         if self._data is not None:
             return self._data.all_reduce(self._buffers[index])
         work: dist.Work = dist.all_reduce(self._buffers[index], group=self._group, async_op=True)
-        return work if self._check is None else _CheckedWork(work, self._check)
+        return work.wait if self._check is None else partial(_wait_checked, work, self._check)
 
 
-@dataclass(frozen=True)
-class _CheckedWork:
-    """A sum whose wait calls `check`, which may raise; the backend may wait for a lost peer forever."""
-
-    work: dist.Work
-    check: Callable[[], None]
-
-    def wait(self) -> None:
-        while not self.work.is_completed():
-            self.check()
-            time.sleep(LOOK_S)
-        self.work.wait()
+def _wait_checked(work: dist.Work, check: Callable[[], None]) -> None:
+    """Wait, calling `check`, which may raise; the backend may wait for a lost peer forever."""
+    while not work.is_completed():
+        check()
+        time.sleep(LOOK_S)
+    work.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,19 +16,7 @@ from plait.core.errors import LostPeer, PeerError, PlaitError
 from plait.schema.topology import Topology
 from plait.sync.allreduce.chunking import LEAST_BYTES, MOST_BYTES, MOST_REMOTE_BYTES
 from plait.sync.allreduce.reduce_thread import ReduceThread, Reduction, layout
-from plait.sync.allreduce.reducers import Members, Pending, Spec
-
-
-@dataclass(frozen=True)
-class _Sum:
-    engine: ReduceThread
-    job: Reduction
-    copy_back: Callable[[], object] | None
-
-    def wait(self) -> None:
-        self.engine.wait(self.job)
-        if self.copy_back is not None:
-            self.copy_back()
+from plait.sync.allreduce.reducers import Members, Spec, WaitForSum
 
 
 class OverTopology:
@@ -60,22 +47,23 @@ class OverTopology:
         self._engine.start()
         self.topology: Topology | None = None
 
-    def start(self, index: int, fill: Callable[[], None] | None = None) -> Pending:
+    def start(self, index: int, fill: Callable[[], None] | None = None) -> WaitForSum:
         flat, host = self.buffers[index], self._host[index]
-        if flat is host:
-            # The reducing thread fills the buffer, overlapped with backward.
-            job, copy_back = Reduction(host, self._offsets[index], fill), None
-        else:
+        if flat is not host:
             # Work on a GPU is queued by this thread, in order, without blocking.
             if fill is not None:
                 fill()
-            job = Reduction(host, self._offsets[index], _fetch(flat, host))
-
-            def copy_back() -> object:
-                return flat.copy_(host, non_blocking=True)
-
+            fill = _fetch(flat, host)
+        # The reducing thread fills the host's buffer, overlapped with backward.
+        job = Reduction(host, self._offsets[index], fill)
         self._engine.take(job)
-        return _Sum(self._engine, job, copy_back)
+
+        def wait() -> None:
+            self._engine.wait(job)
+            if flat is not host:
+                flat.copy_(host, non_blocking=True)
+
+        return wait
 
     def switch(self, topology: Topology) -> None:
         """Sum along `topology` from now on; all members call it together, with no sum in flight."""
@@ -87,9 +75,7 @@ class OverTopology:
                 f"worker {self._members.rank} was asked to switch to topology {topology.name!r}, but the "
                 f"workers were asked for {names}; all must switch to the same one between the same two steps"
             )
-        size = len(self._members.ranks)
-        if topology.size != size:
-            raise PlaitError(f"topology {topology.name!r} spans {topology.size} workers, expected {size}")
+        assert topology.size == len(self._members.ranks)
         self._engine.use(topology)
         self.topology = topology
 

@@ -70,6 +70,27 @@ class WhenSynchronized(Protocol):
         """Called once the tensors hold the mean over all workers."""
 
 
+@dataclass(frozen=True)
+class AveragedState:
+    """What workers average: `sources` after updates, and the rest only when all synchronize.
+
+    The first two sources are the weights and the running statistics; with `when_synchronized` they are the
+    whole state of a worker.
+    """
+
+    sources: Sequence[Source]
+    when_synchronized: Sequence[WhenSynchronized] = ()
+
+    @contextmanager
+    def synchronizing(self) -> Iterator[None]:
+        """Prepare `when_synchronized` for the average of all workers, which the block takes."""
+        for source in self.when_synchronized:
+            source.prepare()
+        yield
+        for source in self.when_synchronized:
+            source.finish()
+
+
 class AllOrNone:
     """Base of averagings that need all `size` workers: the loss of one raises a PeerError."""
 
@@ -135,30 +156,21 @@ class FullAverage:
 
 
 class PeerAveraging:
-    """Base of averagings by mailbox: a flat buffer of `sources`, and full averages.
+    """Base of averagings by mailbox: a flat buffer of the sources of `averaged`, and full averages."""
 
-    The first two sources are the weights and the running statistics; with `when_synchronized` they are the
-    whole state of a worker.
-    """
-
-    def __init__(
-        self, peers: Peers, sources: Sequence[Source], when_synchronized: Sequence[WhenSynchronized] = ()
-    ) -> None:
+    def __init__(self, peers: Peers, averaged: AveragedState) -> None:
         self.stats = SyncStats()
         self._peers = peers
         self._mailbox = peers.mailbox
-        self._vector = FlatBuffer(*sources)
-        self._when_synchronized = when_synchronized
-        self._whole = FlatBuffer(*sources[:2], *when_synchronized)
+        self._averaged = averaged
+        self._vector = FlatBuffer(*averaged.sources)
+        self._whole = FlatBuffer(*averaged.sources[:2], *averaged.when_synchronized)
         self.full_average = FullAverage(peers)
 
     def synchronize(self) -> None:
         """Take the mean over all workers."""
-        for source in self._when_synchronized:
-            source.prepare()
-        self.stats.distances.append(self.full_average.run(self._whole))
-        for source in self._when_synchronized:
-            source.finish()
+        with self._averaged.synchronizing():
+            self.stats.distances.append(self.full_average.run(self._whole))
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
         return {}

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.schema.sync_options import LocalSgdOptions
-from plait.sync.averaging.base import AllOrNone, WhenSynchronized
-from plait.sync.averaging.flat_buffer import FlatBuffer, Source, distance
+from plait.sync.averaging.base import AllOrNone, AveragedState
+from plait.sync.averaging.flat_buffer import FlatBuffer, distance
 
 
 class Collective(AllOrNone):
@@ -19,16 +19,11 @@ class Collective(AllOrNone):
     They are those of `group`, by default the world.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        when_synchronized: Sequence[WhenSynchronized] = (),
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, averaged: AveragedState, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(dist.get_world_size(group))
         self._group = group
-        self._vector = FlatBuffer(*sources)
-        self._when_synchronized = when_synchronized
+        self._averaged = averaged
+        self._vector = FlatBuffer(*averaged.sources)
         self._is_synchronizing = False
         self._updates = 0
         # At the last average: how many workers were synchronizing, and how many had updated since the one
@@ -40,19 +35,17 @@ class Collective(AllOrNone):
 
         A worker that is early takes part in the averages of those that still update.
         """
-        for source in self._when_synchronized:
-            source.prepare()
-        self._vector.gather()
-        before = [flat.clone() for flat in self._vector.weights]
-        self._is_synchronizing, self._synchronizing = True, 0
-        while self._synchronizing < self._size:
-            self._average_weights()
-        self._is_synchronizing = False
-        self.stats.distances.append(distance(self._vector.weights, before))
-        # The sums above have waited for all workers, so all have called `prepare`.
-        for source in self._when_synchronized:
-            self._take_mean(FlatBuffer(source))
-            source.finish()
+        with self._averaged.synchronizing():
+            self._vector.gather()
+            before = [flat.clone() for flat in self._vector.weights]
+            self._is_synchronizing, self._synchronizing = True, 0
+            while self._synchronizing < self._size:
+                self._average_weights()
+            self._is_synchronizing = False
+            self.stats.distances.append(distance(self._vector.weights, before))
+            # The sums above have waited for all workers, so the state of all is prepared.
+            for source in self._averaged.when_synchronized:
+                self._take_mean(FlatBuffer(source))
 
     def close(self) -> None:
         pass
@@ -86,14 +79,8 @@ class Collective(AllOrNone):
 class Sma(Collective):
     """Synchronous model averaging: after each update v <- (1 - alpha) v + alpha mean(v)."""
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        alpha: float,
-        when_synchronized: Sequence[WhenSynchronized] = (),
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(sources, when_synchronized, group)
+    def __init__(self, averaged: AveragedState, alpha: float, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(averaged, group)
         self._alpha = alpha
 
     def after_update(self) -> None:
@@ -112,19 +99,17 @@ class LocalSgd(Collective):
 
     def __init__(
         self,
-        sources: Sequence[Source],
-        every: int,
-        outer_lr: float | None = None,
-        momentum: float = LocalSgdOptions.outer_momentum,
-        when_synchronized: Sequence[WhenSynchronized] = (),
+        averaged: AveragedState,
+        options: LocalSgdOptions,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(sources, when_synchronized, group)
-        self._every = every
-        self._outer_lr = outer_lr
-        self._momentum = momentum
+        super().__init__(averaged, group)
+        self._every = options.every
+        self._outer_lr = options.outer_lr if options.outer == "nesterov" else None
+        self._momentum = options.outer_momentum
         # The weights after the last outer step, and its momentum.
-        self._anchor, self._speed = FlatBuffer(sources[0]), FlatBuffer(sources[0])
+        weights = averaged.sources[0]
+        self._anchor, self._speed = FlatBuffer(weights), FlatBuffer(weights)
         self._anchor.gather()
         for flat in self._speed.gather():
             flat.zero_()

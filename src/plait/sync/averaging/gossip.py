@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from plait.schema.sync_options import AdPsgdOptions
-from plait.sync.averaging.base import PeerAveraging, WhenSynchronized
-from plait.sync.averaging.flat_buffer import Source
+from plait.sync.averaging.base import AveragedState, PeerAveraging
 from plait.sync.averaging.gossip_thread import GossipThread
 from plait.sync.averaging.group_graph import asked_by
 from plait.sync.averaging.peers import Peers
@@ -22,16 +22,9 @@ class Gossip(PeerAveraging):
     """
 
     def __init__(
-        self,
-        peers: Peers,
-        sources: Sequence[Source],
-        seed: int,
-        choose: Choose,
-        *,
-        mutual: bool,
-        when_synchronized: Sequence[WhenSynchronized] = (),
+        self, peers: Peers, averaged: AveragedState, seed: int, choose: Choose, *, mutual: bool
     ) -> None:
-        super().__init__(peers, sources, when_synchronized)
+        super().__init__(peers, averaged)
         self._averages = 0
         self.thread = GossipThread(peers, self._vector, choose, mutual=mutual, seed=seed)
 
@@ -55,32 +48,21 @@ class Gossip(PeerAveraging):
         super().close()
 
 
-def ad_psgd(
-    peers: Peers,
-    sources: Sequence[Source],
-    seed: int,
-    graph: str = AdPsgdOptions.graph,
-    when_synchronized: Sequence[WhenSynchronized] = (),
-) -> Gossip:
+def ad_psgd(peers: Peers, averaged: AveragedState, seed: int, graph: str = AdPsgdOptions.graph) -> Gossip:
     """AD-PSGD: workers with an even index ask a random neighbour with an odd one, and both take the mean.
 
     The index is that among the live workers, so the rest still averages when some are lost. Two workers that
     for a moment disagree on which are live may ask each other: both answer at once, and the global mean is
     preserved.
     """
-
-    def choose(living: Sequence[int]) -> Sequence[int]:
-        return asked_by(peers.rank, living, graph)
-
-    return Gossip(peers, sources, seed, choose, mutual=True, when_synchronized=when_synchronized)
+    choose = partial(asked_by, peers.rank, graph=graph)
+    return Gossip(peers, averaged, seed, choose, mutual=True)
 
 
-def pair_averaging(
-    peers: Peers, sources: Sequence[Source], seed: int, when_synchronized: Sequence[WhenSynchronized] = ()
-) -> Gossip:
+def pair_averaging(peers: Peers, averaged: AveragedState, seed: int) -> Gossip:
     """Pair averaging: each worker pulls the weights of a random peer and takes the mean of both."""
 
     def choose(living: Sequence[int]) -> Sequence[int]:
         return [peer for peer in living if peer != peers.rank]
 
-    return Gossip(peers, sources, seed, choose, mutual=False, when_synchronized=when_synchronized)
+    return Gossip(peers, averaged, seed, choose, mutual=False)

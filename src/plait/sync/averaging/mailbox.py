@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from plait.comm.links.packing import Message
+from plait.comm.links.packing import Content, Message
 from plait.comm.links.polling import Link, wait_for_notices
 from plait.comm.links.shm import SharedLink
 from plait.comm.links.tcp import TcpLink
@@ -44,13 +44,13 @@ class Mailbox:
         link = self._links[peer]
         if self.is_gone(peer):
             return False
-        if link.under_way(channel) >= WINDOW:
+        if link.under_way[channel] >= WINDOW:
             link.take_notices()
-            if link.under_way(channel) >= WINDOW:
+            if link.under_way[channel] >= WINDOW:
                 return False
         if self._on_send is not None:
             self._on_send(peer, channel)
-        link.send(channel, number, tensors, note)
+        link.send(channel, Content(number, tensors, note))
         self.bytes_sent += sum(t.numel() * t.element_size() for t in tensors if t is not None)
         return True
 

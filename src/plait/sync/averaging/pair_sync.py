@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from plait.sync.averaging.base import GROUP_CHANNELS, PeerAveraging, WhenSynchronized
-from plait.sync.averaging.flat_buffer import Source
+from plait.sync.averaging.base import GROUP_CHANNELS, AveragedState, PeerAveraging
 from plait.sync.averaging.group_graph import pairs
 from plait.sync.averaging.group_mean import GroupMean
 from plait.sync.averaging.peers import Peers
@@ -17,15 +14,8 @@ class PairSync(PeerAveraging):
     Rounds are counted from the run's first step; `first` is the next one.
     """
 
-    def __init__(
-        self,
-        peers: Peers,
-        sources: Sequence[Source],
-        seed: int,
-        first: int = 0,
-        when_synchronized: Sequence[WhenSynchronized] = (),
-    ) -> None:
-        super().__init__(peers, sources, when_synchronized)
+    def __init__(self, peers: Peers, averaged: AveragedState, seed: int, first: int = 0) -> None:
+        super().__init__(peers, averaged)
         self._mean = GroupMean(peers, GROUP_CHANNELS)
         self._seed = seed
         self._round = first

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from plait.comm.tags import Tag
 from plait.core.errors import LostPeer, PeerError
-from plait.sync.averaging.base import AllOrNone, WhenSynchronized
+from plait.schema.sync_options import HetPipeOptions
+from plait.sync.averaging.base import AllOrNone, AveragedState
 from plait.sync.averaging.flat_buffer import FlatBuffer, Source, distance
 from plait.sync.averaging.group_graph import shards
 from plait.sync.averaging.mailbox import Mailbox
@@ -192,33 +193,29 @@ class HetPipe(AllOrNone):
     def __init__(
         self,
         mailboxes: Sequence[Mailbox],
-        sources: Sequence[Source],
-        *,
-        staleness: int,
-        wave: int,
+        averaged: AveragedState,
+        options: HetPipeOptions,
         deadline_s: float,
-        dedicated: bool = False,
-        when_synchronized: Sequence[WhenSynchronized] = (),
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(dist.get_world_size(group))
         self._group = group
         self._mailboxes = list(mailboxes)
         self._rank = mailboxes[0].rank
-        self._wave = wave
+        self._wave = options.wave
         self._deadline_s = deadline_s
-        weights = list(sources[0]())
-        kept = shards([t.numel() * t.element_size() for t in weights], len(mailboxes))
-        self._parts = [FlatBuffer(_only(sources[0], indices)) for indices in kept]
-        self._when_synchronized = when_synchronized
-        self._rest = FlatBuffer(*sources[1:], *when_synchronized)
+        self._averaged = averaged
+        weights, *rest = averaged.sources
+        kept = shards([t.numel() * t.element_size() for t in weights()], len(mailboxes))
+        self._parts = [FlatBuffer(_only(weights, indices)) for indices in kept]
+        self._rest = FlatBuffer(*rest, *averaged.when_synchronized)
         self._bases = [[flat.clone() for flat in part.gather()] for part in self._parts]
-        self._servers = serving(self._size, len(mailboxes), dedicated)
-        self._idle = self._servers if dedicated else range(0)
+        self._servers = serving(self._size, len(mailboxes), options.dedicated)
+        self._idle = self._servers if options.dedicated else range(0)
         self._server: Server | None = None
         if self._rank in self._servers:
             part = self._servers.index(self._rank)
-            served = ServedWeights(self._bases[part], self._size, staleness, self._idle)
+            served = ServedWeights(self._bases[part], self._size, options.staleness, self._idle)
             self._server = Server(mailboxes[part], served)
         self._since = self._number = 0
         # Whether all workers have pushed their last change, so that others may only have to pull.
@@ -232,21 +229,18 @@ class HetPipe(AllOrNone):
 
     def synchronize(self) -> None:
         """Push the last change, wait until all workers have, and pull; the rest of the state is averaged."""
-        for source in self._when_synchronized:
-            source.prepare()
-        before = [[flat.clone() for flat in part.gather()] for part in self._parts]
-        self._exchange(last=True)
-        moved = [distance(part.flats, old) ** 2 for part, old in zip(self._parts, before)]
-        self.stats.distances.append(sum(moved) ** 0.5)
-        for flat in self._rest.gather():
-            if self._rank in self._idle:
-                # It has taken no steps, so its state is old.
-                flat.zero_()
-            dist.all_reduce(flat, group=self._group)
-            flat /= self._size - len(self._idle)
-        self._rest.scatter()
-        for source in self._when_synchronized:
-            source.finish()
+        with self._averaged.synchronizing():
+            before = [[flat.clone() for flat in part.gather()] for part in self._parts]
+            self._exchange(last=True)
+            moved = [distance(part.flats, old) ** 2 for part, old in zip(self._parts, before)]
+            self.stats.distances.append(sum(moved) ** 0.5)
+            for flat in self._rest.gather():
+                if self._rank in self._idle:
+                    # It has taken no steps, so its state is old.
+                    flat.zero_()
+                dist.all_reduce(flat, group=self._group)
+                flat /= self._size - len(self._idle)
+            self._rest.scatter()
 
     def close(self) -> None:
         served = None if self._server is None else self._servers.index(self._rank)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from plait.sync.averaging.base import GROUP_CHANNELS, PeerAveraging, WhenSynchronized
-from plait.sync.averaging.flat_buffer import Source
+from plait.sync.averaging.base import GROUP_CHANNELS, AveragedState, PeerAveraging
 from plait.sync.averaging.group_mean import GroupMean
 from plait.sync.averaging.matchmaking import Matchmaking
 from plait.sync.averaging.partial_reduce_rules import Round, Rules
@@ -17,20 +14,14 @@ SMALL_BYTES = 1 << 19
 
 
 class PartialReduce(PeerAveraging):
-    """Averages the tensors of `sources` in groups of the workers that are ready.
+    """Averages the sources of `averaged` in groups of the workers that are ready.
 
     Workers that may be in one group share `peers.prefix` in the store; each stage of a pipeline has another.
     `last` is the last round of this worker.
     """
 
-    def __init__(
-        self,
-        peers: Peers,
-        sources: Sequence[Source],
-        rules: Rules | None = None,
-        when_synchronized: Sequence[WhenSynchronized] = (),
-    ) -> None:
-        super().__init__(peers, sources, when_synchronized)
+    def __init__(self, peers: Peers, averaged: AveragedState, rules: Rules | None = None) -> None:
+        super().__init__(peers, averaged)
         self.last = Round(-1)
         self._rounds = Matchmaking(peers, f"{peers.prefix}/partial", rules)
         self._mean = GroupMean(peers, GROUP_CHANNELS)

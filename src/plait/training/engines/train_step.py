@@ -107,14 +107,14 @@ class TrainStep:
 
     def _make_sync(self) -> AllReduce:
         components, group = self._components, self._group
+        assert group.members is not None
         extra_scalars = components.trials + 2 + notes_of(group.size)
         components.check_summed(self._settings.optimizer)
         if components.has_partial_gradients:
             extra_scalars += len(components.parameters) * components.trials
         return AllReduce(
             components.parameters,
-            group.sums,
-            members=group.members,
+            group.members,
             max_scalars=extra_scalars,
             may_fail=self._may_fail,
             copy_gradients=not components.is_optimizer_known,
