@@ -43,7 +43,7 @@ from plait.planner.predict import (
 from plait.planner.schedules.in_flight import Schedule, in_flight
 from plait.planner.schedules.operations import Backward, BackwardWeight, Forward, Op
 from plait.planner.schedules.orders import operations
-from plait.planner.stage_memory import MemorySettings, kept_bytes, memory_parts, versions, working_bytes
+from plait.planner.stage_memory import MemorySettings, kept_bytes, stage_bytes, working_bytes
 from plait.schema.plans.cluster import Cluster
 from plait.schema.plans.graph import Graph
 from plait.schema.plans.plan import Layout, Plan, Speedups, Stage, Tied
@@ -352,15 +352,7 @@ def _build_stage(
         working_bytes=working_bytes(nodes, settings.schedule),
         tied=tied,
     )
-    return replace(stage, memory_bytes=_memory_bytes(stage, settings, held))
-
-
-def _memory_bytes(stage: Stage, settings: Settings, held: int) -> float:
-    copies, each = versions(settings.schedule)
-    parts = memory_parts(stage)
-    weights = parts.weights * (copies + each * held) + stage.summed_bytes
-    memory = settings.memory
-    return weights + parts.state(settings.schedule, memory) + held * parts.microbatch(memory)
+    return replace(stage, memory_bytes=stage_bytes(stage, settings.schedule, settings.memory))
 
 
 def _agree_s(machines: Cluster, devices: Sequence[int], parameter_bytes: float) -> float:

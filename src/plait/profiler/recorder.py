@@ -12,14 +12,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -29,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from plait.data.generators import GENERATORS, kept_generators
 from plait.profiler.arguments import can_be_lowered, leaves, lower
 from plait.profiler.symbols import Sizes, is_lstm, lstm_shapes, recurrent_shapes, shape_of
 from plait.profiler.trace_errors import SourceLine, current_line, refusal
@@ -346,7 +345,7 @@ class CallRecorder(TorchFunctionMode):
         self._known = {id(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         self._running = path
         try:
-            with unchanged_python_random():  # its draws in Python happen when it runs
+            with kept_generators(*GENERATORS[1:]):  # its draws in Python happen when it runs
                 return self._observe(path, args, kwargs, run)
         finally:
             self._known = None
@@ -576,22 +575,6 @@ def _like(result: Any, parts: dict[str, Any]) -> Any:
     node = pytree.SUPPORTED_NODES[type(result)]
     _, context = node.flatten_fn(result)
     return node.unflatten_fn(list(parts.values()), context)
-
-
-@contextlib.contextmanager
-def unchanged_python_random() -> Iterator[None]:
-    """Context after which the random state of Python and numpy is restored."""
-    before = python_random_state()
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-
-
-def python_random_state() -> tuple[Any, Any]:
-    """The random state of Python and numpy."""
-    return random.getstate(), np.random.get_state()
 
 
 def _leads_to(node: fx.Node, value: fx.Node | None, group: int) -> bool:
