@@ -509,13 +509,10 @@ class PipelineExecutor:
                     flight = self._begin(op, work, evaluating=True)
                     held.runner.evaluate(flight)
                     if stage == self.pipeline_layout.last:
-                        values = {**flight.inputs, **flight.outputs}
-                        measure(self._rebuild(values), flight.target, microbatch)
+                        output = self._evaluated.rebuild_output({**flight.inputs, **flight.outputs})
+                        measure(output, flight.target, microbatch)
                     self._transfers.send_forward(held.evaluation_outgoing, op, flight, is_timed=False)
                     flight.release()
-
-    def _rebuild(self, values: Mapping[str, Tensor]) -> Any:
-        return self._evaluated.rebuild_output([values[name] for name in self._evaluated.outputs])
 
 
 def _first_named(stages: Mapping[int, Any]) -> dict[str, Parameter]:

@@ -90,11 +90,8 @@ class LossOf:
     traced: TracedModel
     loss: Loss
 
-    def output(self, values: Mapping[str, Tensor]) -> Any:
-        return self.traced.rebuild_output([values[name] for name in self.traced.outputs])
-
     def __call__(self, values: Mapping[str, Tensor], target: Any) -> Tensor:
-        return self.loss(self.output(values), target)
+        return self.loss(self.traced.rebuild_output(values), target)
 
 
 @dataclass

@@ -28,7 +28,8 @@ from plait.profiler.kept_state import (
     note_numbers,
     python_draws,
 )
-from plait.profiler.recorder import CallRecorder, MustOpen, operation_name
+from plait.profiler.recorded_calls import operation_name
+from plait.profiler.recorder import CallRecorder, MustOpen
 from plait.profiler.symbols import Sizes, fake_inputs
 from plait.profiler.trace_errors import TraceError, explain, refusal
 from plait.profiler.traced_model import (
