@@ -7,9 +7,9 @@ import copy
 import itertools
 import math
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,26 +19,45 @@ from torch.utils import _pytree as pytree
 from plait.core.errors import JobError
 from plait.core.shown import shown
 from plait.data.call_model import evaluated_weights, evaluation_mode, forward
-from plait.data.loader import Batch, load, to_device
+from plait.data.loader import Batch, DataSource, load, to_device
 from plait.data.sampler import GlobalBatch, Position
 from plait.data.streams import StreamOrder, stream_batches
 from plait.data.trees import put_together, take_apart
 from plait.schema.settings import TrainSettings
 from plait.training.checks.collectives import RefusedCollectives
 from plait.training.worker_group import ALONE, WorkerGroup
+from plait.workloads.losses import Loss
 from plait.workloads.metrics import NamedMetric
 
-if TYPE_CHECKING:
-    from plait.training.components import Components
+
+class EvaluatedComponents(Protocol):
+    """What an evaluation uses of a trial's components."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def loss(self) -> Loss: ...
+    @property
+    def metrics(self) -> Sequence[NamedMetric]: ...
+    @property
+    def test_set(self) -> DataSource | None: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype | None: ...
+    @property
+    def autocast(self) -> Callable[[], AbstractContextManager[Any]]: ...
 
 
-def evaluate_parts(components: Components, settings: TrainSettings) -> dict[str, float]:
+def evaluate_parts(components: EvaluatedComponents, settings: TrainSettings) -> dict[str, float]:
     """Mean loss and metrics over the test split, by this worker alone."""
     return results(ALONE, [components], [totals_of_share(components, settings, 0, 1)])[0]
 
 
 def evaluation_batches(
-    components: Components, settings: TrainSettings, size: int, rank: int, world_size: int
+    components: EvaluatedComponents, settings: TrainSettings, size: int, rank: int, world_size: int
 ) -> Iterator[Batch]:
     """The share of `rank` in each batch of `size` samples of the test split."""
     source, loaders, pin = components.test_set, settings.data.loaders, components.device.type == "cuda"
@@ -64,7 +83,7 @@ class Totals:
     `kept`, each with its place in the order of samples, for metrics that are `over_all` of them.
     """
 
-    def __init__(self, components: Components) -> None:
+    def __init__(self, components: EvaluatedComponents) -> None:
         metrics = components.metrics
         self.sums = torch.zeros(2 + 2 * len(metrics), dtype=torch.float64)
         self.over_all = {metric.name for metric in metrics if metric.is_updated}
@@ -72,7 +91,7 @@ class Totals:
 
     def add(
         self,
-        components: Components,
+        components: EvaluatedComponents,
         output: Any,
         target: Any,
         count: int,
@@ -102,7 +121,9 @@ class Totals:
             self.kept.append((order, copied))
 
 
-def totals_of_share(components: Components, settings: TrainSettings, rank: int, world_size: int) -> Totals:
+def totals_of_share(
+    components: EvaluatedComponents, settings: TrainSettings, rank: int, world_size: int
+) -> Totals:
     """The totals over the share of `rank` in the test split."""
     totals = Totals(components)
     size = settings.evaluate.batch_size or settings.data.batch_size
@@ -116,7 +137,7 @@ def totals_of_share(components: Components, settings: TrainSettings, rank: int, 
 
 
 def results(
-    group: WorkerGroup, components: Sequence[Components], totals: Sequence[Totals]
+    group: WorkerGroup, components: Sequence[EvaluatedComponents], totals: Sequence[Totals]
 ) -> list[dict[str, float]]:
     """Mean loss and metrics of some trials from the totals of a group's workers, which call it together."""
     sums = group.total(torch.stack([each.sums for each in totals]), components[0].device)
@@ -133,7 +154,7 @@ def results(
 
 
 def _computed_over_all(
-    group: WorkerGroup, components: Sequence[Components], totals: Sequence[Totals]
+    group: WorkerGroup, components: Sequence[EvaluatedComponents], totals: Sequence[Totals]
 ) -> list[dict[str, float]]:
     """The metrics of each trial that need all samples at once, computed by the first worker of the group."""
     if all(metric.is_named for trial in components for metric in trial.metrics):
@@ -238,7 +259,7 @@ def joined(parts: Sequence[Any]) -> Any:
     return list(itertools.chain(*parts)) if isinstance(first, list) else first
 
 
-def output_of(components: Components, content: Any) -> tuple[Any, Any]:
+def output_of(components: EvaluatedComponents, content: Any) -> tuple[Any, Any]:
     """The output of the model for a batch, and the target of the batch."""
     inputs, target = to_device(content, components.device, components.dtype)
     with components.autocast():
