@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,13 +33,12 @@ from plait.sweeping.array_record import Arrays
 from plait.sweeping.datasets import DataDescription, data_key
 from plait.sweeping.elastic.group_formation import WorkerGroups
 from plait.sweeping.progress import SweepProgress
-from plait.sweeping.running_trial import newest, save_state, trial_folder
-from plait.sweeping.scheduler import Report, ScheduledTrial, TrialScheduler
+from plait.sweeping.scheduler import Report, TrialScheduler
 from plait.sweeping.search.compared_by import check_comparable, choose_metric
 from plait.sweeping.search.study import open_trials
 from plait.sweeping.settings import SweepRequest, SweepSettings
+from plait.sweeping.trials.trial_files import copy_state, publish, remove, trial_folder
 from plait.sync.allreduce.autotune import TopologyChosen
-from plait.training import checkpoint as checkpoints
 from plait.training.process import begin_process
 from plait.training.trial import total_steps
 
@@ -118,7 +117,7 @@ class Coordinator:
             choose_metric(settings),
             self._steps_of,
             self._keep,
-            self._copy,
+            partial(copy_state, folder),
             lambda trial: self._data_of(trial).seed,
             self._study,
         )
@@ -190,14 +189,6 @@ class Coordinator:
             self._log.record(event)
         self._log.flush()
         self._study.follow(*events)
-
-    def _copy(self, winner: int, loser: int) -> None:
-        """Copy weights and optimizer state of `winner` to `loser`, which keeps its position in the data."""
-        source, target = newest(self._folder, winner), newest(self._folder, loser)
-        assert source is not None
-        # A trial that diverged did not reach the same step: it continues at the position of the winner.
-        progress = target.progress if target is not None and target.step == source.step else source.progress
-        save_state(self._folder, loser, replace(source, progress=progress))
 
     def answer(self, question: Mapping[str, Any]) -> Answer:
         """The answer to a worker's question: `ask` names it, the rest are the arguments of its method.
@@ -382,11 +373,11 @@ class Coordinator:
 
     def _on_note(
         self,
-        losses: list[Any],
-        metrics: list[Any],
-        signals: list[Any],
-        changes: list[Any],
-        saved: list[Any],
+        losses: Sequence[Any] = (),
+        metrics: Sequence[Any] = (),
+        signals: Sequence[Any] = (),
+        changes: Sequence[Any] = (),
+        saved: Sequence[Any] = (),
     ) -> Answer:
         """Points of curves: (trial, step, loss), (trial, step, metrics), (trial, step, *signals).
 
@@ -454,7 +445,7 @@ class Coordinator:
             if keeps and trial.state in ("finished", "early-stop"):
                 continue
             if trial.has_ended and trial is not best and trial.number not in self._removed:
-                shutil.rmtree(trial_folder(self._folder, trial.number).path, ignore_errors=True)
+                remove(self._folder, trial.number)
                 self._removed.add(trial.number)
 
     def _report(self) -> None:
@@ -472,12 +463,13 @@ class Coordinator:
             with contextlib.suppress(UnknownDataError):
                 self.scheduler.open(self._past)
             self._keep(self._begun())
-        reason = "finished" if self.scheduler.is_over else "stopped"
-        if self.scheduler.is_over and {trial.state for trial in self.scheduler.trials} == {"failed"}:
+        is_over = self.scheduler.is_over
+        reason = "finished" if is_over else "stopped"
+        if is_over and {trial.state for trial in self.scheduler.trials} == {"failed"}:
             reason = "failed"
         best = self.scheduler.best()
         if best is not None:
-            self._publish(best)
+            publish(self._folder, best.number, removes=is_over and not self._settings.keeps_adapters)
         table = self._progress.table()
         seconds, rate = self._progress.seconds, round(self._progress.trial_steps_per_s, 1)
         number = None if best is None else best.number
@@ -502,17 +494,3 @@ class Coordinator:
             audited_steps=self._audited or None,
             largest_difference=self._largest if self._audited else None,
         )
-
-    def _publish(self, best: ScheduledTrial) -> None:
-        """Copy the settings and the checkpoint of the best trial to where a single run has them."""
-        state = newest(self._folder, best.number)
-        if state is None:  # published by an earlier part of this sweep
-            return
-        shutil.copyfile(trial_folder(self._folder, best.number).settings, self._folder.settings)
-        shutil.rmtree(self._folder.checkpoints, ignore_errors=True)
-        checkpoints.save(self._folder.checkpoints, state)
-        if self.scheduler.is_over and not self._settings.keeps_adapters:
-            path = trial_folder(self._folder, best.number).path
-            shutil.rmtree(path)
-            with contextlib.suppress(OSError):  # it contains other files
-                path.parent.rmdir()
