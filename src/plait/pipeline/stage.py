@@ -17,10 +17,10 @@ from plait.comm.links.packing import Message
 from plait.data.call_model import as_arguments, explaining_type_errors
 from plait.data.seeding import seed_all
 from plait.pipeline.cutting.cut import StageModule
-from plait.pipeline.loss_scale import LossScaling
 from plait.pipeline.module_state import ModuleMemory, ModuleSnapshot
 from plait.pipeline.split_backward import DeferWeights
-from plait.pipeline.weight_stash import WeightVersions
+from plait.pipeline.updates.loss_scale import LossScaling
+from plait.pipeline.updates.weight_stash import WeightVersions
 from plait.profiler.traced_model import TracedModel, Value
 
 Autocast = Callable[[], AbstractContextManager[Any]]

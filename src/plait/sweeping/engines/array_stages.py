@@ -27,11 +27,12 @@ from plait.fusion.verify import FusionReport
 from plait.launcher.worker_process import Worker
 from plait.pipeline.cutting.cut import StageModule, cut, written_buffers_of_replicas
 from plait.pipeline.cutting.edges import find_routes
-from plait.pipeline.executor import PipelineExecutor, PipelineParts, StageKind
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.gradient_sync import MembersOf, find_holders
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.microbatches import Microbatch, microbatch_count
 from plait.pipeline.named_state import Tensors, model_state, tied_aliases
+from plait.pipeline.pipeline_parts import PipelineParts, StageKind
 from plait.profiler.build import ModelSlice, all_attributes, build_stages
 from plait.profiler.traced_model import TracedModel
 from plait.sweeping.engines.traced_constants import check_values, plain_values

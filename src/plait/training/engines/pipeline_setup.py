@@ -22,10 +22,11 @@ from plait.launcher.run_dir import RunDir
 from plait.launcher.worker_process import Worker
 from plait.pipeline.cutting.trace_job import check_target
 from plait.pipeline.cutting.whole_modules import Stages
-from plait.pipeline.executor import PipelineExecutor, PipelineParts
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.layout import PipelineLayout
-from plait.pipeline.loss_scale import LossScale
 from plait.pipeline.named_state import unsaved_state, whole_state
+from plait.pipeline.pipeline_parts import PipelineParts
+from plait.pipeline.updates.loss_scale import LossScale
 from plait.pipeline.verify.in_process import Choices
 from plait.pipeline.verify.optimizer_traits import objection_in_stages
 from plait.pipeline.verify.prepare import free_other_stages, prepare_layout, prepare_together
