@@ -102,7 +102,7 @@ def _stage_against_model(
     stage = cut(traced, [layer.id for layer in traced.layers]).module
 
     def stage_loss(outputs: tuple[Tensor, ...]) -> Tensor:
-        return loss(traced.rebuild_output(outputs))
+        return loss(traced.rebuild_output(dict(zip(traced.outputs, outputs))))
 
     def seconds(module: nn.Module, loss: Loss) -> float:
         model.zero_grad()

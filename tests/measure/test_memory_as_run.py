@@ -13,7 +13,7 @@ import torch
 from plait.measure.plan_warnings import describe_memory
 from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.layout import PipelineLayout, oldest_needed, stream
-from plait.pipeline.weight_stash import WeightVersions
+from plait.pipeline.updates.weight_stash import WeightVersions
 from plait.planner import machines, with_runtime_memory
 from plait.planner.plan_memory import versions_of_vertical_sync
 from plait.planner.schedules.in_flight import Schedule, in_flight

@@ -12,7 +12,7 @@ import torch
 
 from plait.pipeline.layout import PipelineLayout
 from plait.pipeline.stage import InFlight
-from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
+from plait.pipeline.updates.stage_optimizer import StageOptimizer, summed_during_backward
 from plait.planner.schedules.in_flight import Schedule
 from plait.schema.plans.plan import Layout
 from plait.sync.allreduce.buckets import AllReduce

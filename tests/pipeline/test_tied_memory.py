@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from plait.pipeline.layout import PipelineLayout, stream
-from plait.pipeline.tied_weights import TiedWeights
+from plait.pipeline.updates.tied_weights import TiedWeights
 from plait.planner.partition.ties import find_tied
 from plait.planner.schedules.in_flight import Schedule, in_flight
 from plait.planner.schedules.operations import Backward, Forward

@@ -75,12 +75,12 @@ def assert_code_computes_the_same(model: nn.Module, inputs: Any, folder: Path, p
     torch.manual_seed(1)
     args, kwargs = arguments(inputs)
     expected = tensors_of(model(*args, **kwargs))
-    found = tensors_of(traced.rebuild_output([values[name] for name in traced.outputs]))
+    found = tensors_of(traced.rebuild_output(values))
     torch.testing.assert_close(found, expected)
     evaluated = dict(zip(traced.inputs, tensors_of(arguments(inputs))))
     run_written(paths, model, evaluated, patch, training=False)
     assert traced.evaluation is not None
-    found = tensors_of(traced.evaluation.rebuild_output([evaluated[n] for n in traced.evaluation.outputs]))
+    found = tensors_of(traced.evaluation.rebuild_output(evaluated))
     torch.manual_seed(1)
     torch.testing.assert_close(found, tensors_of(copy.deepcopy(model).eval()(*args, **kwargs)))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.pipeline.weight_stash import WeightVersions
+from plait.pipeline.updates.weight_stash import WeightVersions
 from plait.workloads.lion import Lion
 
 

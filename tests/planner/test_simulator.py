@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.planner import MemorySettings, PlanError, Schedule, Settings, machines, make_plan, predict
+from plait.planner import MemorySettings, Plan, PlanError, Schedule, Settings, machines, make_plan, predict
 from plait.planner.schedules.operations import Backward, Forward
 from plait.planner.schedules.orders import operations
 from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate
@@ -23,6 +23,11 @@ def replay(schedule, replicas, count, costs, link=FAST):
 
 def unit(stages, **fields):
     return [StageCosts(forward_s=1.0, backward_s=2.0, output_bytes=0.0, **fields) for _ in range(stages)]
+
+
+def under(plan: Plan, schedule: Schedule, microbatches: int) -> Plan:
+    """The plan with another schedule."""
+    return replace(plan, schedule=schedule, microbatches=microbatches, depths=())
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
@@ -105,7 +110,10 @@ def test_the_memory_model_says_what_the_replay_needs(graph, devices, schedule, r
 
 def test_every_schedule_of_a_plan_can_be_compared():
     plan = make_plan(chain([1.0] * 8, 1.0, 1.0), machines(4, 1000.0), Settings(schedule=Schedule.FLUSH))
-    found = {kind: predict(plan, kind, 16) for kind in set(Schedule) - {Schedule.INTERLEAVED}}
+    found = {
+        kind: predict(replace(plan, schedule=kind, microbatches=16, depths=()))
+        for kind in set(Schedule) - {Schedule.INTERLEAVED}
+    }
     assert found[Schedule.STASH].step_s <= found[Schedule.FLUSH].step_s <= found[Schedule.NONE].step_s
     assert found[Schedule.GPIPE].peak_bytes > found[Schedule.FLUSH].peak_bytes
 
@@ -113,7 +121,7 @@ def test_every_schedule_of_a_plan_can_be_compared():
 def test_stages_dealt_in_turn_run_under_every_schedule():
     wanted = Settings(schedule=Schedule.INTERLEAVED, microbatches=8)
     plan = make_plan(chain([1.0] * 8, 1.0, 1.0), machines(2, 1000.0), wanted)
-    found = {kind: predict(plan, kind, 8) for kind in Schedule}
+    found = {kind: predict(under(plan, kind, 8)) for kind in Schedule}
     assert found[Schedule.STASH].step_s < found[Schedule.INTERLEAVED].step_s < found[Schedule.NONE].step_s
     assert found[Schedule.STASH].idle_share < 0.05
 

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from plait.comm.channels import connect
 from plait.core.splits import split
 from plait.data.seeding import mix
-from plait.pipeline.executor import PipelineExecutor, PipelineParts
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.layout import PipelineLayout, microbatches_per_update, one_batch, stream
+from plait.pipeline.pipeline_parts import PipelineParts
 from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.operations import Update
 from plait.profiler.trace import TracedModel, trace

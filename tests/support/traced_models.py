@@ -263,10 +263,10 @@ def staged_step(model: nn.Module, inputs: Any, example: Any, count: int, seed: i
         given = stage.module(*received)
         values |= {value.name: tensor for value, tensor in zip(stage.outputs, given)}
         passes.append((stage, received, given))
-    finals = [values[name].detach().requires_grad_(values[name].requires_grad) for name in traced.outputs]
+    finals = {n: values[n].detach().requires_grad_(values[n].requires_grad) for n in traced.outputs}
     outputs = tensors_of(traced.rebuild_output(finals))
     loss_of(outputs).backward()
-    grads = {name: tensor.grad for name, tensor in zip(traced.outputs, finals) if tensor.grad is not None}
+    grads = {name: tensor.grad for name, tensor in finals.items() if tensor.grad is not None}
     for stage, received, given in reversed(passes):
         _backward(stage, received, given, grads)
     return _left_behind(model, outputs)

@@ -21,9 +21,10 @@ from plait.schema.settings import (
     ModelSettings,
     OptimizerSettings,
 )
-from plait.sweeping import sweep_loop
-from plait.sweeping.running_trial import RunningTrial, save_trial
 from plait.sweeping.settings import SweepSettings
+from plait.sweeping.trials import assigned_trials
+from plait.sweeping.trials.running_trial import RunningTrial
+from plait.sweeping.trials.trial_files import save_trial
 from plait.training.checkpoint import EngineState
 from support.sweeping import same_table, sweep_here, sweep_of, trial_alone
 from support.training import digits_job
@@ -187,7 +188,7 @@ def test_a_kill_between_an_early_stopped_trials_checkpoint_and_its_record_is_res
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(sweep_loop, "save_trial", save_and_die)
+        patch.setattr(assigned_trials, "save_trial", save_and_die)
         with pytest.raises(Killed):
             sweep_here(settings, tmp_path / "killed")
     assert same_table(expected, sweep_here(settings, tmp_path / "killed", resume=True))
@@ -208,7 +209,7 @@ def test_checkpoints_are_written_at_rungs_too(tmp_path: Path, monkeypatch: pytes
         saved.append((trial.number, trial.step))
         return save_trial(folder, trial, state)
 
-    monkeypatch.setattr(sweep_loop, "save_trial", noted)
+    monkeypatch.setattr(assigned_trials, "save_trial", noted)
     job = job_of("norm_net", steps=12, checkpoint=CheckpointSettings(every_steps=6))
     sweep_here(sweep_of("optimizer.lr=0.1", width=2, job=job, kind="asha", least_steps=6), tmp_path)
     assert saved == [(0, 6), (0, 12)]

@@ -28,10 +28,10 @@ from plait.schema.settings import (
     VerifySettings,
 )
 from plait.sweeping.array_builder import ArrayBuilder
-from plait.sweeping.running_trial import failure_file
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
+from plait.sweeping.trials.trial_files import failure_file
 from plait.training.engine import IntervalResult
 from plait.training.engines import choose_pipeline_sync
 from plait.training.engines.averaging_member import WholeModelMember

@@ -17,8 +17,8 @@ from plait.launcher.run_dir import RunDir
 from plait.report.sweep import as_csv
 from plait.schema.results import SweepResult
 from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSettings, VerifySettings
-from plait.sweeping import sweep_loop
 from plait.sweeping.settings import SweepSettings
+from plait.sweeping.trials.assigned_trials import AssignedTrials
 from plait.training.engines.train_step import TrainStep
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import digits_job
@@ -126,7 +126,7 @@ def test_searches_do_without_a_trial_that_failed(search: str, tmp_path: Path):
 def fail_trial(patch: pytest.MonkeyPatch, rate: float) -> None:
     """Let trials with this learning rate fail when they are built a second time, in the middle of a sweep."""
 
-    prepare, seen = sweep_loop.SweepLoop._prepare, []
+    prepare, seen = AssignedTrials._prepare, []
 
     def failing(self: Any, assignment: Any, state: Any) -> Any:
         if assignment["values"]["optimizer.lr"] == rate:
@@ -134,7 +134,7 @@ def fail_trial(patch: pytest.MonkeyPatch, rate: float) -> None:
             raise ValueError("no more")
         return prepare(self, assignment, state)
 
-    patch.setattr(sweep_loop.SweepLoop, "_prepare", failing)
+    patch.setattr(AssignedTrials, "_prepare", failing)
 
 
 @pytest.mark.parametrize("least", [2, 1])

@@ -8,8 +8,8 @@ import torch
 from plait.fusion.verify.plain_run import drawing_as
 from plait.schema.settings import GroupSettings, ModelSettings, OptimizerSettings, TrainSettings
 from plait.sweeping.datasets import DataSets
-from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
+from plait.sweeping.trials.assigned_trials import make_entry
 from plait.training.batch_streams import next_batches, open_stream
 from plait.training.checkpoint import Checkpoint
 from plait.training.engines.train_step import TrainStep, step_alone

@@ -26,12 +26,12 @@ from plait.schema.settings import (
     VerifySettings,
 )
 from plait.schema.topology_spec import TopologySpec
+from plait.sweeping.array_workers import check_worker_groups
 from plait.sweeping.datasets import DataSets
-from plait.sweeping.group_client import check_worker_groups
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
-from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
+from plait.sweeping.trials.assigned_trials import make_entry
 from plait.sync.allreduce import autotune
 from plait.sync.allreduce.topology_reduce import OverTopology
 from plait.training import checkpoint as checkpoints

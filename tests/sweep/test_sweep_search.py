@@ -21,12 +21,13 @@ from plait.core.run_events import TrialStep
 from plait.schema.settings import EvaluateSettings, ModelSettings, TrainSettings
 from plait.sweeping.array_record import Arrays
 from plait.sweeping.progress import SweepProgress
-from plait.sweeping.scheduler import Report, TrialScheduler
+from plait.sweeping.scheduler import TrialScheduler
 from plait.sweeping.search.compared_by import check_comparable, choose_metric
 from plait.sweeping.search.pruning import goes_on
 from plait.sweeping.search.tpe import Past
 from plait.sweeping.search.values import Search
 from plait.sweeping.trial_settings import array_key, with_values
+from plait.sweeping.trials.scheduled_trial import Report
 from support.sweeping import sweep_here, sweep_of
 from support.training import digits_job
 

@@ -31,15 +31,15 @@ from plait.schema.settings import (
     PlanRequest,
     SyncSettings,
 )
+from plait.sweeping.array_workers import check_worker_groups
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.array_stages import FusedStages
 from plait.sweeping.engines.verified_stages import prepare_trials
-from plait.sweeping.group_client import check_worker_groups
 from plait.sweeping.search.space import combinations
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import SweepSettings
-from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
+from plait.sweeping.trials.assigned_trials import make_entry
 from plait.training import checkpoint as checkpoints
 from plait.training.worker_group import WorkerGroup
 from support.plans import placed, straight_layout

@@ -22,8 +22,8 @@ from plait.sweeping.datasets import DataSets
 from plait.sweeping.engines.verified_stages import prepare_trials, verify_stages
 from plait.sweeping.search.space import combinations
 from plait.sweeping.settings import SweepSettings
-from plait.sweeping.sweep_loop import make_entry
 from plait.sweeping.trial_settings import with_values
+from plait.sweeping.trials.assigned_trials import make_entry
 from plait.verification.verify import Mismatch
 from support.plans import planned
 from support.sweeping import same_table, sweep_here, sweep_of, sweep_rank

@@ -18,9 +18,10 @@ from plait.core.errors import InputError
 from plait.jobs.study import shared_study
 from plait.launcher.run_dir import RunDir, RunKind
 from plait.schema.settings import StudySettings
-from plait.sweeping.scheduler import Report, TrialScheduler
+from plait.sweeping.scheduler import TrialScheduler
 from plait.sweeping.search.study import OptunaTrials, check_study
 from plait.sweeping.settings import KIND, VERSION, SweepSettings
+from plait.sweeping.trials.scheduled_trial import Report
 from support.sweeping import sweep_here, sweep_of
 from support.training import digits_job, unverified_job
 

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.pipeline.named_state import load_optimizer_state, optimizer_state
-from plait.pipeline.weight_stash import WeightVersions
+from plait.pipeline.updates.weight_stash import WeightVersions
 from plait.schema.settings import OptimizerSettings
 from plait.training.checkpoint import Checkpoint, load, save
 from plait.training.optimizers.build import build_optimizer

@@ -25,7 +25,7 @@ from plait.schema.settings import (
 )
 from plait.sweeping.array_builder import check_replicated
 from plait.sweeping.datasets import DataSets
-from plait.sweeping.sweep_loop import make_entry
+from plait.sweeping.trials.assigned_trials import make_entry
 from plait.training import components
 from plait.training.setup.model import build_model
 from plait.training.worker_group import WorkerGroup

@@ -31,10 +31,10 @@ from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
 from plait.launcher.worker_process import Worker
 from plait.measure.profile_job import ProfileRequest, profile_here
-from plait.pipeline.executor import PipelineParts
 from plait.pipeline.gradient_sync import find_stages, make_gradient_reducers, new_members, stage_replicas
 from plait.pipeline.layout import PipelineLayout, arrange
-from plait.pipeline.tied_weights import make_tied
+from plait.pipeline.pipeline_parts import PipelineParts
+from plait.pipeline.updates.tied_weights import make_tied
 from plait.planner import (
     Plan,
     Schedule,

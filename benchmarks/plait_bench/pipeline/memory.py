@@ -34,8 +34,9 @@ from plait.core.codec import decode, encode
 from plait.data.loader import to_device
 from plait.launcher.worker_process import Worker
 from plait.measure.profile_job import ProfileRequest, profile_together
-from plait.pipeline.executor import PipelineExecutor, PipelineParts
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.layout import arrange
+from plait.pipeline.pipeline_parts import PipelineParts
 from plait.planner import (
     Plan,
     Schedule,

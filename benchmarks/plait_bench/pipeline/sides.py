@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
-from plait.pipeline.executor import PipelineExecutor, PipelineParts
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.layout import PipelineLayout, one_batch, stream
+from plait.pipeline.pipeline_parts import PipelineParts
 from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.operations import Update
 from plait.profiler.trace import trace

@@ -47,6 +47,11 @@ def finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def finite_numbers(values: Mapping[str, float]) -> dict[str, float | None]:
+    """`values`, with None in the place of those that are NaN or infinite."""
+    return {name: finite(value) for name, value in values.items()}
+
+
 def decode(cls: type[T], data: Any, where: str = "") -> T:
     """A `cls` from what `encode` returned; error messages name fields below `where`."""
     return cast("T", _decode(cls, data, where or cls.__name__))

@@ -47,9 +47,9 @@ class Generator:
 
 
 @contextlib.contextmanager
-def kept_generators() -> Iterator[None]:
-    """Context after which all generators are as before it; those of GPUs are not looked at."""
-    kept = [(generator, *generator.state()) for generator in GENERATORS]
+def kept_generators(*chosen: Generator) -> Iterator[None]:
+    """Context after which all generators, or those chosen, are as before; GPUs' are not looked at."""
+    kept = [(generator, *generator.state()) for generator in chosen or GENERATORS]
     try:
         yield
     finally:

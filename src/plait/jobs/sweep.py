@@ -31,9 +31,8 @@ from plait.schema.placement import Placement
 from plait.schema.plans.schedules import Schedule
 from plait.schema.results import SweepResult
 from plait.schema.settings import SEARCHES, SearchSettings, StudySettings, SyncSettings, TrainSettings
+from plait.sweeping.array_workers import check_worker_groups
 from plait.sweeping.engines.array_plans import check_in_stages, check_schedule
-from plait.sweeping.group_client import check_worker_groups
-from plait.sweeping.running_trial import trial_folder
 from plait.sweeping.search.compared_by import choose_metric
 from plait.sweeping.search.space import (
     MOST_VALUES,
@@ -45,6 +44,7 @@ from plait.sweeping.search.space import (
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import KIND, VERSION, SweepSettings
 from plait.sweeping.trial_settings import check_key, with_lora_array
+from plait.sweeping.trials.trial_files import trial_folder
 
 if TYPE_CHECKING:
     import optuna

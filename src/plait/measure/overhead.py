@@ -14,9 +14,10 @@ from torch import nn
 
 from plait.comm.channels import connect
 from plait.comm.rendezvous import Rendezvous
-from plait.pipeline.executor import PipelineExecutor, PipelineParts
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.layout import PipelineLayout, stream
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource
+from plait.pipeline.pipeline_parts import PipelineParts
 from plait.planner.schedules.in_flight import Schedule
 from plait.profiler.trace import trace
 from plait.schema.plans.plan import Layout

@@ -31,9 +31,9 @@ from plait.measure.overhead import measure_overhead
 from plait.pipeline.cpu.layers import plain_forwards, use_fast_layers
 from plait.pipeline.cutting.check_model import StageError
 from plait.pipeline.cutting.trace_job import trace_inputs
+from plait.pipeline.updates.weight_stash import WeightVersions
 from plait.pipeline.verify.in_process import Choices
 from plait.pipeline.verify.verify_stages import Example, find_mismatch
-from plait.pipeline.weight_stash import WeightVersions
 from plait.profiler.link_bandwidth import measure_links
 from plait.profiler.profile import Profile, profile_model
 from plait.profiler.trace import trace

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,19 +10,16 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from plait.comm.channels import Channels
-from plait.comm.rendezvous import Rendezvous
 from plait.data.call_model import compile_in_place, evaluation_mode
 from plait.pipeline.cpu.layers import plain_forwards, use_fast_layers
 from plait.pipeline.cpu.linear import with_same_strides
 from plait.pipeline.cutting.check_model import check_buffers, check_stages
-from plait.pipeline.cutting.cut import StageModule, cut, evaluation_stages
+from plait.pipeline.cutting.cut import StageModule, evaluation_stages
 from plait.pipeline.cutting.edges import find_routes
-from plait.pipeline.frozen import FrozenAtStart, check_still_trained
 from plait.pipeline.gradient_sync import (
     MembersOf,
     find_stages,
@@ -33,70 +29,23 @@ from plait.pipeline.gradient_sync import (
     stage_replicas,
 )
 from plait.pipeline.layout import PipelineLayout, check_compiled
-from plait.pipeline.loss_scale import LossScaling
 from plait.pipeline.microbatches import Work
 from plait.pipeline.named_state import is_known, load_rest, model_state, optimizer_state, tied_aliases
 from plait.pipeline.op_timings import Communicating, MessageTiming, OpTiming, Timings
-from plait.pipeline.stage import Autocast, InFlight, Loss, LossOf, RandomPosition, StageRunner, ordered_inputs
-from plait.pipeline.stage_optimizer import StageOptimizer, summed_during_backward
-from plait.pipeline.tied_weights import make_tied
+from plait.pipeline.pipeline_parts import PipelineParts
+from plait.pipeline.stage import InFlight, LossOf, StageRunner
 from plait.pipeline.transfers import Hop, StageTransfers
+from plait.pipeline.updates.frozen import FrozenAtStart, check_still_trained
+from plait.pipeline.updates.stage_optimizer import StageOptimizer, summed_during_backward
+from plait.pipeline.updates.tied_weights import make_tied
 from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.operations import Backward, BackwardInput, BackwardWeight, Forward, Op, Update
 from plait.profiler.traced_model import TracedModel
 from plait.schema.topology_spec import TopologySpec
 from plait.sync.buffers import average
-from plait.verification.observe import RandomState
 from plait.verification.replay import Part
 
 _TIMINGS_AT_ONCE = 1024
-
-
-@dataclass(frozen=True)
-class StageKind:
-    """What the stages of a pipeline are: slices of a model, or of many `trials`' models that are fused.
-
-    `make` makes the stage of some layers, and `order_inputs` gives the tensors of a microbatch in the order
-    of a trace's inputs. `begin` is called with the number of a microbatch before each forward of it.
-    `random_state` is what random numbers of a later stage go on from, and `unpacked` reads it where it came.
-    """
-
-    make: Callable[[TracedModel, Sequence[str]], StageModule] = cut
-    order_inputs: Callable[[TracedModel, Any], list[Tensor]] = ordered_inputs
-    trials: int | None = None
-    begin: Callable[[int], None] = lambda microbatch: None
-    random_state: Callable[[], RandomPosition] = RandomState.now
-    unpacked: Callable[[Tensor], RandomPosition] = RandomState.unpacked
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@dataclass(frozen=True)
-class PipelineParts:
-    """What a pipeline needs of the job."""
-
-    loss: Loss
-    optimizer: Callable[[Sequence[Parameter]], torch.optim.Optimizer]
-    device: torch.device
-    autocast: Autocast
-    rendezvous: Rendezvous
-    clip_norm: float | None = None
-    topology: TopologySpec | None = None
-    # Around each forward and backward, where a worker is made slower on purpose.
-    slowed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    stages: StageKind = StageKind()
-    # Those of the host, which its workers share.
-    cores: int = field(default_factory=_usable_cores)
-    # For fp16, under schedules that drain.
-    loss_scale: LossScaling | None = None
-    # The process group of all workers of the pipelines, and the replicas with theirs; by default the world,
-    # and new groups, which all workers of the world make together.
-    everyone: dist.ProcessGroup | None = None
-    members_of: MembersOf | None = None
-    # Whether stages run compiled, by torch.compile.
-    compile: bool = False
 
 
 @dataclass
@@ -513,13 +462,10 @@ class PipelineExecutor:
                     flight = self._begin(op, work, evaluating=True)
                     held.runner.evaluate(flight)
                     if stage == self.pipeline_layout.last:
-                        values = {**flight.inputs, **flight.outputs}
-                        measure(self._rebuild(values), flight.target, microbatch)
+                        output = self._evaluated.rebuild_output({**flight.inputs, **flight.outputs})
+                        measure(output, flight.target, microbatch)
                     self._transfers.send_forward(held.evaluation_outgoing, op, flight, is_timed=False)
                     flight.release()
-
-    def _rebuild(self, values: Mapping[str, Tensor]) -> Any:
-        return self._evaluated.rebuild_output([values[name] for name in self._evaluated.outputs])
 
 
 def _first_named(stages: Mapping[int, Any]) -> dict[str, Parameter]:

@@ -17,10 +17,10 @@ from plait.comm.links.packing import Message
 from plait.data.call_model import as_arguments, explaining_type_errors
 from plait.data.seeding import seed_all
 from plait.pipeline.cutting.cut import StageModule
-from plait.pipeline.loss_scale import LossScaling
 from plait.pipeline.module_state import ModuleMemory, ModuleSnapshot
 from plait.pipeline.split_backward import DeferWeights
-from plait.pipeline.weight_stash import WeightVersions
+from plait.pipeline.updates.loss_scale import LossScaling
+from plait.pipeline.updates.weight_stash import WeightVersions
 from plait.profiler.traced_model import TracedModel, Value
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -90,11 +90,8 @@ class LossOf:
     traced: TracedModel
     loss: Loss
 
-    def output(self, values: Mapping[str, Tensor]) -> Any:
-        return self.traced.rebuild_output([values[name] for name in self.traced.outputs])
-
     def __call__(self, values: Mapping[str, Tensor], target: Any) -> Tensor:
-        return self.loss(self.output(values), target)
+        return self.loss(self.traced.rebuild_output(values), target)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from plait.planner.plans import held_microbatches
 from plait.planner.schedules.in_flight import Schedule, in_flight
-from plait.planner.stage_memory import MemorySettings, memory_parts, versions
+from plait.planner.stage_memory import MemorySettings, stage_bytes
 from plait.schema.plans.plan import Layout, Plan
 from plait.schema.settings import PipelineOptions
 
@@ -25,15 +25,11 @@ def with_runtime_memory(plan: Plan, chosen: PipelineOptions) -> Plan:
     stages = []
     for number, stage in enumerate(plan.stages):
         memory = MemorySettings(plan.optimizer_copies, plan.recompute or number in chosen.recompute)
-        copies, each = versions(plan.schedule)
-        count = copies + each * held[number]
+        count = None
         if chosen.vertical_sync and plan.schedule is Schedule.STASH:
             count = versions_of_vertical_sync(layout, number, given)
-        size = count * memory_parts(stage).weights + stage.summed_bytes
-        size += memory_parts(stage).state(plan.schedule, memory) + held[number] * memory_parts(
-            stage
-        ).microbatch(memory)
-        stages.append(replace(stage, in_flight=held[number], memory_bytes=size))
+        run = replace(stage, in_flight=held[number])
+        stages.append(replace(run, memory_bytes=stage_bytes(run, plan.schedule, memory, count)))
     return replace(plan, stages=tuple(stages))
 
 

@@ -37,13 +37,13 @@ from plait.planner.predict import (
     data_parallel_s,
     depths_that_hide_messages,
     model_parallel_s,
-    predict_stages,
+    predict,
     single_s,
 )
 from plait.planner.schedules.in_flight import Schedule, in_flight
 from plait.planner.schedules.operations import Backward, BackwardWeight, Forward, Op
 from plait.planner.schedules.orders import operations
-from plait.planner.stage_memory import MemorySettings, kept_bytes, memory_parts, versions, working_bytes
+from plait.planner.stage_memory import MemorySettings, kept_bytes, stage_bytes, working_bytes
 from plait.schema.plans.cluster import Cluster
 from plait.schema.plans.graph import Graph
 from plait.schema.plans.plan import Layout, Plan, Speedups, Stage, Tied
@@ -117,13 +117,9 @@ def _replays(plan: Plan) -> Replays:
     depths = plan.depths
     if plan.schedule in (Schedule.STASH, Schedule.FLUSH) and len(plan.stages) > 1 and not depths:
         depths = depths_that_hide_messages(plan.stages, plan.machines, plan.layout(), plan.bottleneck_s)
-    share = math.ceil(plan.microbatches / plan.pipelines)
-
-    def replayed(stages: Sequence[Stage]) -> float:
-        terms = (plan.optimizer_copies, plan.recompute, depths)
-        return predict_stages(stages, plan.machines, plan.layout(), plan.schedule, share, *terms).step_s
-
-    return Replays(replayed(plan.stages), replayed([replace(stage, update_s=0.0) for stage in plan.stages]))
+    hidden = replace(plan, depths=depths)
+    without_updates = tuple(replace(stage, update_s=0.0) for stage in plan.stages)
+    return Replays(predict(hidden).step_s, predict(replace(hidden, stages=without_updates)).step_s)
 
 
 def _fastest(graph: Graph, machines: Cluster, settings: Settings, best: Plan) -> Plan:
@@ -203,34 +199,23 @@ def _finish(graph: Graph, machines: Cluster, settings: Settings, partition: Part
     count = settings.microbatches
     stages = _build_stages(graph, machines, settings, partition, count or machines.count * 8)
     plan = _bare(stages, machines, settings, partition)
-    memory = settings.memory
-    terms = (memory.optimizer_copies, memory.recompute)
     if count is None:
-        limit = machines.smallest_memory_bytes
-        count = settings.pipelines * choose_microbatches(
-            stages, machines, plan.layout(), settings.schedule, *terms, limit
-        )
+        count = choose_microbatches(plan)
         stages = _build_stages(graph, machines, settings, partition, count)
-    share = math.ceil(count / settings.pipelines)
-    prediction = predict_stages(stages, machines, plan.layout(), settings.schedule, share, *terms)
+    plan = replace(plan, stages=stages, microbatches=count)
+    prediction = predict(plan)
     if settings.hide_messages and settings.schedule in (Schedule.STASH, Schedule.FLUSH):
         depths = depths_that_hide_messages(stages, machines, plan.layout(), partition.bottleneck_s)
         deeper = _build_stages(graph, machines, settings, partition, count, depths)
-        other = predict_stages(stages, machines, plan.layout(), settings.schedule, share, *terms, depths)
-        if other.step_s < prediction.step_s and misfit(deeper, machines) is None:
-            plan, stages, prediction = replace(plan, depths=depths), deeper, other
-    check_memory(stages, machines)
+        other = replace(plan, stages=deeper, depths=depths)
+        predicted = predict(other)
+        if predicted.step_s < prediction.step_s and misfit(deeper, machines) is None:
+            plan, prediction = other, predicted
+    check_memory(plan.stages, machines)
     if settings.schedule.synchronous:
-        check_work(stages, count)
-    speedups = _speedups(graph, machines, settings, partition)
-    plan = replace(
-        plan,
-        stages=stages,
-        microbatches=count,
-        step_s=prediction.step_s,
-        idle_share=prediction.idle_share,
-        speedup_over=speedups,
-    )
+        check_work(plan.stages, count)
+    plan = replace(plan, step_s=prediction.step_s, idle_share=prediction.idle_share)
+    plan = replace(plan, speedup_over=_speedups(graph, machines, settings, partition))
     return replace(plan, why=reasons(plan, graph, _limits(machines, settings)))
 
 
@@ -352,15 +337,7 @@ def _build_stage(
         working_bytes=working_bytes(nodes, settings.schedule),
         tied=tied,
     )
-    return replace(stage, memory_bytes=_memory_bytes(stage, settings, held))
-
-
-def _memory_bytes(stage: Stage, settings: Settings, held: int) -> float:
-    copies, each = versions(settings.schedule)
-    parts = memory_parts(stage)
-    weights = parts.weights * (copies + each * held) + stage.summed_bytes
-    memory = settings.memory
-    return weights + parts.state(settings.schedule, memory) + held * parts.microbatch(memory)
+    return replace(stage, memory_bytes=stage_bytes(stage, settings.schedule, settings.memory))
 
 
 def _agree_s(machines: Cluster, devices: Sequence[int], parameter_bytes: float) -> float:

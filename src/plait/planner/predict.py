@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.orders import batch_of_two_buffers, least_depth, operations
@@ -25,33 +25,15 @@ class Prediction:
     simulation: Simulation
 
 
-def predict(plan: Plan, schedule: Schedule | None = None, microbatches: int | None = None) -> Prediction:
-    """Simulate `plan` under its schedule or another."""
-    return predict_stages(
-        plan.stages,
-        plan.machines,
-        plan.layout(),
-        schedule or plan.schedule,
-        math.ceil((microbatches or plan.microbatches) / plan.pipelines),
-        plan.optimizer_copies,
-        plan.recompute,
-        plan.depths if schedule in (None, plan.schedule) else (),
-    )
+def predict(plan: Plan) -> Prediction:
+    """Simulate one pipeline of `plan`.
 
-
-def predict_stages(
-    stages: Sequence[Stage],
-    machines: Cluster,
-    layout: Layout,
-    schedule: Schedule,
-    microbatches: int,
-    optimizer_copies: float,
-    recompute: bool,
-    depths: tuple[int, ...] = (),
-) -> Prediction:
-    """Simulate one pipeline; asynchronous schedules, which never drain, are timed in their steady state."""
-    memory = MemorySettings(optimizer_copies, recompute)
-    costs = [_costs(stage, schedule, memory, machines.overhead_s / 2) for stage in stages]
+    Asynchronous schedules, which never drain, are timed in their steady state.
+    """
+    machines, layout, schedule, depths = plan.machines, plan.layout(), plan.schedule, plan.depths
+    microbatches = math.ceil(plan.microbatches / plan.pipelines)
+    memory = MemorySettings(plan.optimizer_copies, plan.recompute)
+    costs = [_costs(stage, schedule, memory, machines.overhead_s / 2) for stage in plan.stages]
     # A step is also a batch of 2bw.
     batch = batch_of_two_buffers(layout, microbatches) if schedule is Schedule.TWO_BUFFERED else 1
     fill, window = (0, microbatches) if schedule.synchronous else _steady_window(layout, depths, batch)
@@ -158,32 +140,24 @@ def depths_that_hide_messages(
     return tuple(reversed(depths))
 
 
-def choose_microbatches(
-    stages: Sequence[Stage],
-    machines: Cluster,
-    layout: Layout,
-    schedule: Schedule,
-    optimizer_copies: float,
-    recompute: bool,
-    memory_bytes: float,
-) -> int:
-    """The fewest microbatches per step that fit and are within 5% of the best time per microbatch.
+def choose_microbatches(plan: Plan) -> int:
+    """The fewest microbatches per step of a plan that fit and are within 5% of the best time per microbatch.
 
     With few microbatches a synchronous pipeline idles while it fills and drains; many make the batch large.
     Asynchronous pipelines stay full with any number. Under stash an update uses one microbatch per replica of
     its stage: with as many as the smallest number of replicas, an update there is a batch. Under 2bw, whose
     update uses many, the number of devices is enough.
     """
-    depth = sum(len(workers) for workers in layout.stages)
-    if schedule is Schedule.STASH:
-        return min(len(workers) for workers in layout.stages)
-    if not schedule.synchronous:
-        return depth
+    replicas = [len(workers) for workers in plan.layout().stages]
+    depth, pipelines = sum(replicas), plan.pipelines
+    if plan.schedule is Schedule.STASH:
+        return pipelines * min(replicas)
+    if not plan.schedule.synchronous:
+        return pipelines * depth
     seconds: dict[int, float] = {}
-    fewest = max(len(workers) for workers in layout.stages)
-    for count in sorted({fewest, depth, 2 * depth, 4 * depth, 8 * depth}):
-        prediction = predict_stages(stages, machines, layout, schedule, count, optimizer_copies, recompute)
-        if prediction.peak_bytes <= memory_bytes or not seconds:
+    for count in sorted({max(replicas), depth, 2 * depth, 4 * depth, 8 * depth}):
+        prediction = predict(replace(plan, microbatches=count * pipelines))
+        if prediction.peak_bytes <= plan.machines.smallest_memory_bytes or not seconds:
             seconds[count] = prediction.step_s / count
     best = min(seconds.values())
-    return min(count for count, each in seconds.items() if each <= 1.05 * best)
+    return pipelines * min(count for count, each in seconds.items() if each <= 1.05 * best)

@@ -107,6 +107,20 @@ def memory_parts(stage: Stage) -> MemoryParts[float]:
     )
 
 
+def stage_bytes(
+    stage: Stage, schedule: Schedule, settings: MemorySettings, weight_versions: int | None = None
+) -> float:
+    """The memory of a plan's stage, with its microbatches in flight.
+
+    It has as many `weight_versions` as the schedule keeps, unless given.
+    """
+    copies, each = versions(schedule)
+    count = copies + each * stage.in_flight if weight_versions is None else weight_versions
+    parts = memory_parts(stage)
+    weights = parts.weights * count + stage.summed_bytes
+    return weights + parts.state(schedule, settings) + stage.in_flight * parts.microbatch(settings)
+
+
 @dataclass(frozen=True, eq=False)
 class StageMemory:
     """Bytes of the stage between any two ideals: `fixed`, and `each` per microbatch in flight.

@@ -21,7 +21,7 @@ from torch import fx
 from torch.overrides import resolve_name
 
 from plait.profiler.arguments import DeviceArgument, InputValue, SizeArgument
-from plait.profiler.recorder import after, pick
+from plait.profiler.recorded_calls import after, pick
 from plait.profiler.symbols import write_size
 from plait.profiler.trace_errors import TraceError
 from plait.profiler.traced_model import Boundary, Layer, TracedModel, is_tensor, size_source

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
@@ -19,15 +18,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from plait.profiler.recorder import CallRecorder, python_random_state
+from plait.data.generators import looks
+from plait.profiler.recorder import CallRecorder
 from plait.profiler.traced_model import Concern, KeptState
 from plait.profiler.watched_values import COUNTING, is_watched, plain, watch
 from plait.verification.python_state import Name, PythonState, changed, objects_behind, tensors_in
 
 
-def python_draws(before: tuple[Any, Any]) -> list[Concern]:
-    now = python_random_state()
-    same = now[0] == before[0] and all(np.array_equal(a, b) for a, b in zip(now[1], before[1]))
+def python_draws(before: Sequence[object]) -> list[Concern]:
+    """The concern about a forward that has drawn from Python or numpy, by the `looks` before it."""
+    # Torch's own is first.
+    same = looks()[1:] == before[1:]
     what = "draws random numbers of Python or numpy, which stages would repeat each time"
     message = f"the model's forward {what}; draw them with torch, as part of the computation"
     return [] if same else [Concern("", message)]

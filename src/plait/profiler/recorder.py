@@ -12,45 +12,41 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from plait.data.generators import GENERATORS, kept_generators
 from plait.profiler.arguments import can_be_lowered, leaves, lower
+from plait.profiler.recorded_calls import (
+    after,
+    autocast_state,
+    can_be_bound,
+    container_like,
+    is_leaf,
+    leads_to,
+    operation_name,
+    pick,
+    refuse_hooks,
+    refuse_lost_gradient,
+    storage_of,
+    writes_first,
+)
 from plait.profiler.symbols import Sizes, is_lstm, lstm_shapes, recurrent_shapes, shape_of
 from plait.profiler.trace_errors import SourceLine, current_line, refusal
 from plait.profiler.watched_values import watch
 
-# torch.nn modules that only contain others, which are the layers.
-CONTAINERS = (
-    nn.Sequential,
-    nn.ModuleList,
-    nn.ModuleDict,
-    nn.Transformer,
-    nn.TransformerEncoder,
-    nn.TransformerDecoder,
-)
 _BELOW: dict[str, Callable[[float, float], bool]] = {"lt": operator.lt, "ge": operator.ge}
-_WRITING_OPERATORS = frozenset(
-    f"__{name}__"
-    for name in (
-        *("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
-        *("iand", "ior", "ixor", "ilshift", "irshift"),
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -83,16 +79,6 @@ class _Call:
     path: str
     number: int
     children: int = 0
-
-
-def after(value: Tensor, _change: object) -> Tensor:
-    """`value` after an operation that wrote to it."""
-    return value
-
-
-def is_leaf(module: nn.Module) -> bool:
-    """Whether a call of `module` is one layer: torch's modules are, containers and users' modules are not."""
-    return type(module).__module__.startswith("torch.nn.modules") and not isinstance(module, CONTAINERS)
 
 
 class CallRecorder(TorchFunctionMode):
@@ -152,7 +138,7 @@ class CallRecorder(TorchFunctionMode):
         self._group_key: object = None
         self._silent = 0
         self._thread = threading.get_ident()
-        self._autocast = _autocast_state()
+        self._autocast = autocast_state()
 
     # Called by the trace.
 
@@ -180,7 +166,7 @@ class CallRecorder(TorchFunctionMode):
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether a forward wrote to the storage of `tensor`, a parameter, buffer or constant."""
-        return _storage(tensor) in self.written_in
+        return storage_of(tensor) in self.written_in
 
     def add_input(self, name: str, tensor: Tensor) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -222,7 +208,7 @@ class CallRecorder(TorchFunctionMode):
             self._kept.append(tensor)
         node = self._create("get_attr", name, (), {})
         node.meta |= {"shape": tuple(tensor.shape), "dtype": tensor.dtype}
-        node.meta |= {"requires_grad": tensor.requires_grad, "storage": _storage(tensor)}
+        node.meta |= {"requires_grad": tensor.requires_grad, "storage": storage_of(tensor)}
         return node
 
     # Called by torch.
@@ -240,7 +226,7 @@ class CallRecorder(TorchFunctionMode):
             self._note_writes(function, versions)
             self._watch_inside(args, kwargs, result)
         else:
-            _refuse_hooks(function)
+            refuse_hooks(function)
             self._note_size_read(function, args)
             result = self._observe(function, args, kwargs, lambda: run(*args, **kwargs))
         self._decide(function, args, result)
@@ -293,7 +279,7 @@ class CallRecorder(TorchFunctionMode):
         buffer = module.__dict__.get("_buffers", {}).get(name)
         if self._is_silent() or not isinstance(buffer, Tensor) or not isinstance(value, Tensor):
             return False
-        if _storage(value) == _storage(buffer):
+        if storage_of(value) == storage_of(buffer):
             return True  # `self.buffer += 1` assigns what it has written into
         if value.requires_grad and torch.is_grad_enabled():
             raise refusal(
@@ -339,14 +325,14 @@ class CallRecorder(TorchFunctionMode):
 
         def run() -> Any:
             result = call(module, *args, **kwargs)
-            if not _can_be_bound(result):
+            if not can_be_bound(result):
                 raise MustOpen({path})
             return result
 
         self._known = {id(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         self._running = path
         try:
-            with unchanged_python_random():  # its draws in Python happen when it runs
+            with kept_generators(*GENERATORS[1:]):  # its draws in Python happen when it runs
                 return self._observe(path, args, kwargs, run)
         finally:
             self._known = None
@@ -355,9 +341,9 @@ class CallRecorder(TorchFunctionMode):
         """Record the storages that a call within a whole module has written; `versions` are from before."""
         if threading.get_ident() != self._thread:
             return
-        self.written_in |= {_storage(tensor) for tensor, before in versions if tensor._version != before}
+        self.written_in |= {storage_of(tensor) for tensor, before in versions if tensor._version != before}
         if getattr(function, "__name__", "") == "__set__" and function.__self__ is not Tensor.requires_grad:
-            self.written_in |= {_storage(tensor) for tensor, _ in versions[:1]}
+            self.written_in |= {storage_of(tensor) for tensor, _ in versions[:1]}
 
     def _watch_inside(self, args: Any, kwargs: Any, result: Any) -> None:
         """Check that a whole module uses only its arguments: other modules may run on another worker."""
@@ -414,7 +400,7 @@ class CallRecorder(TorchFunctionMode):
             result = run()
         changed = [t for t, version in zip(tensors, versions) if t._version != version]
         makes = any(isinstance(leaf, Tensor) for leaf in leaves(result))
-        if not makes and not changed and not _writes(target):
+        if not makes and not changed and not writes_first(target):
             return result
         # `out = zeros_like(x); out[i] = y`: this call makes the tensor require a gradient.
         self._gaining = {id(t) for t in without if t.requires_grad and any(t is one for one in changed)}
@@ -435,7 +421,7 @@ class CallRecorder(TorchFunctionMode):
         lowered_kwargs = {key: lower(item, self.node_of, meta) for key, item in kwargs.items()}
         node = self._create(kind, target, lowered, lowered_kwargs)
         node.meta |= meta
-        if _writes(target):
+        if writes_first(target):
             node.meta["writes"] = tuple(arg.meta["storage"] for arg in node.all_input_nodes[:1])
             self.written_in.update(node.meta["writes"])
         return node
@@ -459,7 +445,7 @@ class CallRecorder(TorchFunctionMode):
 
     def _changed_autocast(self) -> dict[str, tuple[bool, torch.dtype]]:
         """The autocast settings that the model itself has changed, by device type."""
-        now = _autocast_state()
+        now = autocast_state()
         return {device: state for device, state in now.items() if state != self._autocast[device]}
 
     # Arguments and results.
@@ -478,7 +464,7 @@ class CallRecorder(TorchFunctionMode):
             return type(result)(*parts) if hasattr(result, "_fields") else type(result)(parts)
         if isinstance(result, dict):
             bound = {key: self._bind_item(node, key, part, unchanged) for key, part in result.items()}
-            return bound if type(result) is dict else _like(result, bound)
+            return bound if type(result) is dict else container_like(result, bound)
         return result
 
     def _bind_item(self, node: fx.Node, key: Any, part: Any, unchanged: set[int]) -> Any:
@@ -509,7 +495,7 @@ class CallRecorder(TorchFunctionMode):
             "shape": shape_of(tensor),
             "dtype": tensor.dtype,
             "requires_grad": tensor.requires_grad,
-            "storage": _storage(tensor),
+            "storage": storage_of(tensor),
             "since": len(self._kept),
         }
         self._values[id(tensor)] = node
@@ -518,7 +504,7 @@ class CallRecorder(TorchFunctionMode):
     # Changes in place.
 
     def _note_change(self, when: int, node: fx.Node, tensor: Tensor, returned: bool) -> None:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         self.written_in.add(storage)
         before = self._values.get(id(tensor))
         node.meta["writes"] = (*node.meta.get("writes", ()), storage)
@@ -531,10 +517,10 @@ class CallRecorder(TorchFunctionMode):
 
         The view must have been made from it in the layer of the write, as stages do not share memory.
         """
-        when, write, view = self._written.get(_storage(tensor), (0, node, None))
+        when, write, view = self._written.get(storage_of(tensor), (0, node, None))
         if when <= node.meta["since"]:
             return node
-        if node.meta["group"] != write.meta["group"] and not _leads_to(node, view, write.meta["group"]):
+        if node.meta["group"] != write.meta["group"] and not leads_to(node, view, write.meta["group"]):
             raise refusal(
                 "this uses a tensor that was changed in place through a view of it in another layer",
                 "let the operation return a new tensor (add in place of add_), or clone the view first",
@@ -547,107 +533,5 @@ class CallRecorder(TorchFunctionMode):
         return changed
 
 
-def refuse_lost_gradient(node: fx.Node, tensor: Tensor) -> None:
-    """Raise for a tensor that requires a gradient only since it was recorded, by code that was not seen."""
-    if tensor.requires_grad and not node.meta["requires_grad"] and tensor.grad_fn is not None:
-        raise refusal(
-            "this uses a tensor whose gradient comes from outside torch's own functions",
-            "call torch functions and torch.autograd.Function.apply directly",
-            current_line(),
-        )
-
-
-def _can_be_bound(result: Any) -> bool:
-    """Whether a module's result consists of tensors in known containers."""
-    if isinstance(result, (Tensor, type(None))):
-        return True
-    if isinstance(result, (tuple, list)):
-        return all(_can_be_bound(part) for part in result)
-    if isinstance(result, dict):
-        known = type(result) is dict or type(result) in pytree.SUPPORTED_NODES
-        return known and all(_can_be_bound(part) for part in result.values())
-    return False
-
-
-def _like(result: Any, parts: dict[str, Any]) -> Any:
-    """`parts` in a container like `result`; a dict of a type that pytree can rebuild."""
-    if type(result) not in pytree.SUPPORTED_NODES:
-        return parts
-    node = pytree.SUPPORTED_NODES[type(result)]
-    _, context = node.flatten_fn(result)
-    return node.unflatten_fn(list(parts.values()), context)
-
-
-@contextlib.contextmanager
-def unchanged_python_random() -> Iterator[None]:
-    """Context after which the random state of Python and numpy is restored."""
-    before = python_random_state()
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-
-
-def python_random_state() -> tuple[Any, Any]:
-    """The random state of Python and numpy."""
-    return random.getstate(), np.random.get_state()
-
-
-def _leads_to(node: fx.Node, value: fx.Node | None, group: int) -> bool:
-    """Whether `value` was computed from `node` by operations of `group` only."""
-    waiting = [value] if value is not None else []
-    while waiting:
-        current = waiting.pop()
-        if current is node:
-            return True
-        if current.meta.get("group") == group:
-            waiting += current.all_input_nodes
-    return False
-
-
-def pick(container: Any, key: Any) -> Any:
-    """One tensor of the result of a call."""
-    return container[key]
-
-
 def _is_said_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
     return is_causal is True
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _autocast_state() -> dict[str, tuple[bool, torch.dtype]]:
-    return {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")}
-
-
-def _writes(target: Any) -> bool:
-    """Whether a function, by its name, writes to its first argument: `add_`, `x += y`, `x[i] = y`."""
-    name = getattr(target, "__name__", "")
-    if name.startswith("__"):
-        return name in _WRITING_OPERATORS
-    return name.endswith("_") and not name.startswith("_")
-
-
-def _refuse_hooks(function: Any) -> None:
-    name = getattr(function, "__name__", "")
-    if name == "__set__" and function.__self__ is Tensor.requires_grad:
-        return  # requires_grad_ of an input, which changes nothing else
-    if name in ("register_hook", "register_post_accumulate_grad_hook", "__set__", "backward"):
-        what = "assigns an attribute of a tensor" if name == "__set__" else f"calls {name} inside forward"
-        raise refusal(
-            f"this {what}", "move it out of forward, or into a torch.autograd.Function", current_line()
-        )
-
-
-def operation_name(target: Any) -> str:
-    """A short name of a node's operation, such as `add`."""
-    if isinstance(target, str):
-        return target.replace(".", "_")
-    name = getattr(target, "__name__", "call")
-    owner = getattr(target, "__self__", None)
-    if name == "apply" and isinstance(owner, type):
-        name = owner.__name__
-    return name.strip("_").partition(".")[0].lower()

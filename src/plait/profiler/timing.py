@@ -141,7 +141,7 @@ class LayeredModel:
             del results
             for name in self._dying[i]:
                 del values[name]
-        return self._traced.rebuild_output([values[name] for name in self._traced.outputs]), ends
+        return self._traced.rebuild_output(values), ends
 
 
 def _last_uses(boundaries: Sequence[Boundary], outputs: Sequence[str]) -> list[list[str]]:

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from plait.data.generators import kept_generators, looks
 from plait.profiler.arguments import PLAIN, SizeArgument
 from plait.profiler.kept_state import (
     SecondForward,
@@ -27,13 +28,8 @@ from plait.profiler.kept_state import (
     note_numbers,
     python_draws,
 )
-from plait.profiler.recorder import (
-    CallRecorder,
-    MustOpen,
-    operation_name,
-    python_random_state,
-    unchanged_python_random,
-)
+from plait.profiler.recorded_calls import operation_name
+from plait.profiler.recorder import CallRecorder, MustOpen
 from plait.profiler.symbols import Sizes, fake_inputs
 from plait.profiler.trace_errors import TraceError, explain, refusal
 from plait.profiler.traced_model import (
@@ -276,7 +272,7 @@ def _run(
                     model.eval()
             before = state.tokens(same_tensors=True)
             tensors = [(name, tensor, tensor._version) for name, tensor in _named_tensors(model)]
-            random_before = python_random_state()
+            random_before = looks()
             # The Python dispatcher supports symbolic sizes, which C++ would fix.
             with torch.enable_grad(), mode, enable_python_dispatcher(), recorder.watching():
                 sizes.silent = 0
@@ -364,7 +360,7 @@ def _unchanged(model: nn.Module) -> Iterator[PythonState]:
     before = [dict(holder) for holder in holders]
     try:
         # Fake tensors draw nothing on other devices.
-        with torch.random.fork_rng(devices=[]), unchanged_python_random():
+        with kept_generators():
             yield state
     finally:
         state.restore()

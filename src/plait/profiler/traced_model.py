@@ -303,10 +303,9 @@ class TracedModel:
             )
         return source[0]
 
-    def rebuild_output(self, values: Sequence[Any]) -> Any:
-        """The model's output, from the values of `outputs`."""
-        given = dict(zip(self.outputs, values, strict=True))
-        leaves = [given[leaf.name] if isinstance(leaf, fx.Node) else leaf for leaf in self.output_leaves]
+    def rebuild_output(self, values: Mapping[str, Any]) -> Any:
+        """The model's output, from values by name, of which it needs `outputs`."""
+        leaves = [values[leaf.name] if isinstance(leaf, fx.Node) else leaf for leaf in self.output_leaves]
         return pytree.tree_unflatten(leaves, self.output_spec)
 
 

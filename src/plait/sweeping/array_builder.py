@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Union
+from typing import TYPE_CHECKING, Any, Union
 
-import torch
 from torch import Tensor
 
 from plait.core.codec import encode
@@ -16,23 +14,19 @@ from plait.core.errors import JobError
 from plait.data.loader import BatchStream
 from plait.data.requirements import check_unchanged, streams_of
 from plait.fusion.verify import FusionReport
-from plait.launcher.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_size import ArrayRequest, FailsAloneError, choose_width
-from plait.sweeping.engines.array_plans import averages, holders_of_stages, layout_from
+from plait.sweeping.array_workers import ArrayWorkers
+from plait.sweeping.engines.array_plans import holders_of_stages, layout_from
 from plait.sweeping.engines.array_verifier import ArrayVerifier
-from plait.sweeping.engines.audited_step import ADVICE
+from plait.sweeping.engines.trial_audits import TrialAudits
 from plait.sweeping.fusable import (
     NotFusedError,
     fused_work,
     why_failed,
     why_optimizer,
 )
-from plait.sweeping.group_client import GroupClient
-from plait.sweeping.settings import SweepSettings
-from plait.training.audit.record import DifferenceError
-from plait.training.audit.schedule import next_audited
 from plait.training.batch_streams import sample_order
 from plait.training.checks.replicas import check_no_rows
 from plait.training.components import TrialInit
@@ -41,7 +35,6 @@ from plait.training.engines.averaging_member import (
     MakeMember,
     MemberInit,
     MemberState,
-    ShareAudit,
     WholeModelMember,
     WholeModelState,
 )
@@ -52,30 +45,17 @@ from plait.training.fused.fused_components import FusedComponents
 from plait.training.monitoring.required_signals import wants_norms
 from plait.training.monitoring.share_monitor import ShareMonitor
 from plait.training.setup.data import DataPair
-from plait.training.trial import UNKNOWN_STEPS, Trial
-from plait.training.worker_group import WorkerGroup
+from plait.training.trial import Trial
 
 if TYPE_CHECKING:
     from plait.pipeline.executor import PipelineExecutor
-    from plait.sweeping.engines.array_stages import FusedStages
-    from plait.training.engines.pipeline import OnStageStep, PipelineEngine, StageAudit
+    from plait.training.engines.pipeline import OnStageStep, PipelineEngine
     from plait.training.monitoring.stage_monitor import StageMonitor
 
 # What trains an array.
 ArrayTrainer = Union["WholeModelEngine", "DecentralizedEngine", "PipelineEngine"]
 # Called after each step: how many of the interval are done, and the trials' losses.
 OnLosses = Callable[[int, Tensor], None]
-
-log = logging.getLogger(__name__)
-
-
-class ArrayAudit(ShareAudit, Protocol):
-    """Repeats some steps of trials without their array, and compares."""
-
-    def begin_in_stages(
-        self, stages: FusedStages, pipeline: PipelineExecutor
-    ) -> tuple[int, StageAudit | None]:
-        """The most steps until an audit, or (1, the audit of the next step); see `BeginAudit`."""
 
 
 class ArrayBuilder:
@@ -85,34 +65,15 @@ class ArrayBuilder:
     trial by trial, how its stages are cut) is used for all later arrays of it.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        settings: SweepSettings,
-        coordinator: GroupClient,
-        device: torch.device,
-        workers: WorkerGroup,
-        fresh: FreshProcesses | None,
-    ) -> None:
-        self._worker = worker
-        self._settings = settings
-        self._coordinator = coordinator
-        self._device = device
+    def __init__(self, workers: ArrayWorkers, fresh: FreshProcesses | None) -> None:
         self.workers = workers
         # Measures widths in a separate process, on the first worker of the group.
         self._fresh = fresh
         # The width of the arrays of a group, and the reason if it is 1.
         self._widths: dict[str, tuple[int, str]] = {}
-        self.verifier = ArrayVerifier(worker, settings, coordinator, device, workers)
-        # The warnings given so far.
-        self._warned: set[str] = set()
+        self.verifier = ArrayVerifier(workers)
         # How many engines were opened, to name what they keep in the job's store.
         self._openings = 0
-
-    @property
-    def is_pipelined(self) -> bool:
-        """Whether arrays are cut into the stages of a pipeline."""
-        return self._settings.train.pipeline is not None
 
     def width(self, group: str) -> int:
         return self._widths[group][0]
@@ -147,15 +108,17 @@ class ArrayBuilder:
     ) -> tuple[int, str]:
         if (why := why_optimizer(settings)) is not None:
             return 1, why
-        if self._settings.width == 1:
+        if self.workers.settings.width == 1:
             return 1, "--width is 1"
         try:
             return self._try_width(settings, sets, trials, None)
         except NotFusedError as failure:
-            if self._settings.train.verify.start == "off":
+            if self.workers.settings.train.verify.start == "off":
                 return 1, str(failure)
         # Some module may have to run trial by trial.
-        entries = [TrialInit(settings, build_components(settings, self._device, sets)) for _ in range(2)]
+        entries = [
+            TrialInit(settings, build_components(settings, self.workers.device, sets)) for _ in range(2)
+        ]
         try:
             return self._try_width(settings, sets, trials, self.verifier.verify(group, entries, ()))
         except NotFusedError as failure:
@@ -165,19 +128,19 @@ class ArrayBuilder:
         self, settings: TrainSettings, sets: DataPair, trials: int, verdict: FusionReport | None
     ) -> tuple[int, str]:
         def measure() -> tuple[int, str]:
-            width, replicas = self._settings.width, self._settings.replicas
+            width, replicas = self.workers.settings.width, self.workers.settings.replicas
             if self._fresh is None:
                 assert width is not None
                 return width, ""
             # A given width is tried before the array is built: a failure during it would leave the group
             # stuck.
             request = ArrayRequest(
-                settings, str(self._device), replicas, verdict, trials if width is None else None
+                settings, str(self.workers.device), replicas, verdict, trials if width is None else None
             )
             chosen, why = choose_width(self._fresh, request, sets)
             return (chosen, why) if width is None else (width, "")
 
-        width, why, failed = self.workers.from_first(lambda: _outcome(measure))
+        width, why, failed = self.workers.group.from_first(lambda: _outcome(measure))
         if failed:
             raise NotFusedError(why) if width else FailsAloneError(why)
         return width, why
@@ -187,7 +150,7 @@ class ArrayBuilder:
 
         Not with several workers, since the others are in the middle of the same call.
         """
-        can_separate = self.workers.is_alone and self.width(group) > 1
+        can_separate = self.workers.group.is_alone and self.width(group) > 1
         return fused_work() if can_separate else nullcontext()
 
     def make(
@@ -197,10 +160,10 @@ class ArrayBuilder:
         trials: list[Trial],
         feed: Callable[[Trial], BatchStream],
         on_losses: OnLosses,
-        audit: ArrayAudit,
+        audit: TrialAudits,
     ) -> ArrayTrainer:
         """An engine for a verified array of these trials; NotFusedError if they must train one by one."""
-        worker, workers, numbers = self._worker, self.workers, [trial.number for trial in trials]
+        worker, workers, numbers = self.workers.worker, self.workers.group, [trial.number for trial in trials]
 
         def on_step(done: int, losses: Tensor, *_: Any) -> None:
             on_losses(done, losses)
@@ -208,9 +171,9 @@ class ArrayBuilder:
         first = entries[0]
         check_unchanged(first.settings, first.components.train_set.dataset, elastic=False)
         engine: ArrayTrainer
-        if self.is_pipelined:
+        if self.workers.is_pipelined:
             engine = self._in_stages(group, entries, trials, feed, on_step, audit)
-        elif self.averages:
+        elif self.workers.averages:
             state = WholeModelState(
                 self._make_components(group, entries, numbers), [dict(entry.sync) for entry in entries]
             )
@@ -236,16 +199,16 @@ class ArrayBuilder:
         trials: list[Trial],
         feed: Callable[[Trial], BatchStream],
         on_step: OnStageStep,
-        audit: ArrayAudit,
+        audit: TrialAudits,
     ) -> ArrayTrainer:
         # Imported here, since they are slow.
         from plait.sweeping.engines.array_stages import ArrayStages, FusedStages
         from plait.training.engines.pipeline import PipelineEngine, not_audited
         from plait.training.engines.pipeline_member import PipelineMember
 
-        worker, workers = self._worker, self.workers
-        check_replicated(entries[0], max(holders_of_stages(self._settings)) > 1)
-        microbatches = layout_from(0, self._settings).microbatches
+        worker, workers = self.workers.worker, self.workers.group
+        check_replicated(entries[0], max(holders_of_stages(self.workers.settings)) > 1)
+        microbatches = layout_from(0, self.workers.settings).microbatches
         self._warn_of_whole_batches(entries[0], microbatches, "parallel.microbatches")
         self._check_averaged(entries[0])
         is_fused, numbers = self.width(group) > 1, [trial.number for trial in trials]
@@ -255,7 +218,7 @@ class ArrayBuilder:
         else:
             stages = fused = FusedStages(worker, entries, feed, workers, verified, verdict)
             begin_audit = partial(audit.begin_in_stages, fused)
-        if not self.averages:
+        if not self.workers.averages:
             engine = PipelineEngine(
                 worker,
                 trials,
@@ -266,8 +229,8 @@ class ArrayBuilder:
                 group=workers,
             )
             return engine
-        if self._settings.train.verify.audit != "off":
-            self.warn_once("audit: the steps of pipelines side by side are not audited")
+        if self.workers.settings.train.verify.audit != "off":
+            self.workers.warn_once("audit: the steps of pipelines side by side are not audited")
 
         def make_member(init: MemberInit) -> PipelineMember:
             monitor = self._share_monitor(init, stages)
@@ -281,22 +244,12 @@ class ArrayBuilder:
 
         if (norms := engine.components.norms) is None:
             return None
-        place = self.workers.place, self.workers.size
-        return StageMonitor(place, engine.trials, pipeline, norms.averages, self.warn_once)
+        place = self.workers.group.place, self.workers.group.size
+        return StageMonitor(place, engine.trials, pipeline, norms.averages, self.workers.warn_once)
 
     def _share_monitor(self, init: MemberInit, state: MemberState) -> ShareMonitor | None:
         """What measures the gradient noise of an array whose members average, if the job needs it."""
-        return None if state.components.norms is None else ShareMonitor(init.trials, self.warn_once)
-
-    @property
-    def averages(self) -> bool:
-        """Whether the workers of a group update separately and average weights."""
-        return not self.workers.is_alone and averages(self._settings)
-
-    @property
-    def averages_gradients(self) -> bool:
-        """Whether they average gradients too, before the update."""
-        return self.averages and self._settings.train.sync.options.get("average") == "gradients"
+        return None if state.components.norms is None else ShareMonitor(init.trials, self.workers.warn_once)
 
     def _decentralized(
         self, trials: list[Trial], state: MemberState, make_member: MakeMember
@@ -304,24 +257,24 @@ class ArrayBuilder:
         def next_name() -> str:
             self._openings += 1
             # In an elastic sweep each group has its own ranks; no number of a group is used twice.
-            number = self._worker.memberships.current.group
-            group = f"rank{self.workers.first_rank}" if number is None else f"group{number}"
+            number = self.workers.worker.memberships.current.group
+            group = f"rank{self.workers.group.first_rank}" if number is None else f"group{number}"
             return f"array.{group}.{self._openings}"
 
         return DecentralizedEngine(
-            self._worker,
+            self.workers.worker,
             trials,
             state,
             make_member,
             next_name,
             lambda trial, source: sample_order(source, trial),
-            group=self.workers,
+            group=self.workers.group,
         )
 
     def _make_components(
         self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]
     ) -> AnyComponents:
-        workers = self.workers
+        workers = self.workers.group
         check_replicated(entries[0], not workers.is_alone)
         self._check_averaged(entries[0])
         self._warn_of_whole_batches(entries[0], entries[0].settings.accumulate, "accumulate")
@@ -332,59 +285,23 @@ class ArrayBuilder:
             return FusedComponents(entries, workers.place, verdict, is_shared=not workers.is_alone)
 
     def _warn_of_whole_batches(self, first: TrialInit, microbatches: int, key: str) -> None:
-        if wants_norms(first.settings) and microbatches == 1 and not self.averages:
-            self.warn_once(
+        if wants_norms(first.settings) and microbatches == 1 and not self.workers.averages:
+            self.workers.warn_once(
                 "monitor: trials that take each batch as a whole have no part of it to compare with, so "
                 f"there is no noise scale and no variance; use {key}: 2 or more"
             )
 
     def _check_averaged(self, first: TrialInit) -> None:
         """Refuse state that workers which average do not share; warn if they average more than in a run."""
-        if not self.averages:
+        if not self.workers.averages:
             return
         check_no_rows(first.components, first.settings)
         logs, due = first.settings.log_every_steps, Trial(first.settings).periods
         if logs and not any(every and logs % every == 0 for every in due):
-            self.warn_once(
+            self.workers.warn_once(
                 "log_every_steps: the workers of an array synchronize at each point of a curve, every "
                 f"{logs} steps, which those of a run do not; leave it out for the numbers of a run"
             )
-
-    def record_audit(
-        self, trial: int, step: int, seconds: float, largest: float, differences: Sequence[str]
-    ) -> None:
-        """Record an audited step of a fused trial; DifferenceError if a difference must stop the sweep."""
-        texts = list(differences[:3])
-        self._coordinator.ask(
-            ask="audited",
-            trial=trial,
-            step=step,
-            seconds=round(seconds, 6),
-            largest=largest,
-            differences=texts,
-        )
-        if not texts:
-            return
-        message = f"audit: step {step} of trial {trial} is not what it is alone: {'; '.join(texts)}; {ADVICE}"
-        if self._settings.train.verify.on_difference == "stop":
-            raise DifferenceError(message)
-        log.warning("%s", message)
-
-    def warn_once(self, message: str) -> None:
-        """Warn the user, once per message."""
-        if message not in self._warned and self.workers.is_first:
-            self._warned.add(message)
-            log.warning("%s", message)
-
-    def steps_until_audit(self, step: int) -> int:
-        """After `step` steps of this worker, how many there are before the next that is audited."""
-        following = next_audited(self._settings.train, step)
-        return UNKNOWN_STEPS if following is None else following - step
-
-    @property
-    def audits_newcomers(self) -> bool:
-        """Whether one of the first steps of each joining trial is audited."""
-        return self._settings.train.verify.audit == "doubling"
 
 
 def check_replicated(entry: TrialInit, is_replicated: bool) -> None:

@@ -23,7 +23,7 @@ from plait.sweeping.fusable import (
     split_by_kind,
     why_failed,
 )
-from plait.sweeping.running_trial import RunningTrial
+from plait.sweeping.trials.running_trial import RunningTrial
 from plait.training.batch_streams import with_replacements
 from plait.training.checkpoint import EngineState
 from plait.training.components import TrialInit
@@ -81,7 +81,7 @@ class ArrayEngine:
         self._losses_of = 0
         # When the last step ended.
         self._since = 0.0
-        self._audits = TrialAudits(builder)
+        self._audits = TrialAudits(builder.workers)
 
     @property
     def is_fused(self) -> bool:
@@ -110,9 +110,9 @@ class ArrayEngine:
             if isinstance(failure, NotFusedError):
                 self._blame(failure)
             raise
-        if self._builder.is_pipelined:
+        if self._builder.workers.is_pipelined:
             self._audits.count_steps(result.steps)
-        elif self._builder.averages:
+        elif self._builder.workers.averages:
             self._audits.report()
         if result.losses:
             losses = torch.tensor(result.losses, dtype=torch.float64)
@@ -135,7 +135,7 @@ class ArrayEngine:
 
     def _add_signals(self, done: int, losses: Tensor, steps: int) -> None:
         """Add what the policies of each trial see of the last `steps` steps, which had these mean losses."""
-        now, workers = time.perf_counter(), self._builder.workers.size
+        now, workers = time.perf_counter(), self._builder.workers.group.size
         step_s, self._since = (now - self._since) / steps, now
         for trial, loss in zip(self.trials, losses.tolist()):
             step, samples = trial.step + done, trial.batch.size
@@ -160,7 +160,7 @@ class ArrayEngine:
         except (NotFusedError, TrialsFailedError):
             raise
         except Exception as failure:
-            is_loss = not self._builder.workers.is_alone and as_loss(failure) is not None
+            is_loss = not self._builder.workers.group.is_alone and as_loss(failure) is not None
             why = why_failed(failure) if len(self.trials) == 1 and not is_loss else None
             if why is None:
                 raise
@@ -236,13 +236,13 @@ class ArrayEngine:
                 self._trainer.check_entering(entries)
         except NotFusedError as failure:
             why = str(failure)
-        if (why := self._builder.workers.any_of(why)) is not None:
+        if (why := self._builder.workers.group.any_of(why)) is not None:
             raise NotFusedError(why)
 
     def _split(self, joining: Sequence[JoiningTrial], first: nn.Module | None = None) -> Admission:
         """Split trials into those that can be fused with the first, or with the model `first`, and others."""
         models = [each.entry.components.model for each in joining]
-        if (len(models) < 2 and first is None) or self._builder.is_pipelined:
+        if (len(models) < 2 and first is None) or self._builder.workers.is_pipelined:
             return Admission(tuple(joining))
         given = models if first is None else [first, *models]
         others, self._apart = split_by_kind(given)
@@ -268,7 +268,7 @@ class ArrayEngine:
                 self._engine = self._builder.make(
                     self.group, entering, list(joining), self._feed, self._add_losses, self._audits
                 )
-            if self._builder.is_pipelined and self._builder.width(self.group) == 1:
+            if self._builder.workers.is_pipelined and self._builder.width(self.group) == 1:
                 # Its stages are those of this trial.
                 self.closed = self._builder.why_one_by_one(self.group)
         elif len(change.leaving) == len(self.trials) and not change.joining:

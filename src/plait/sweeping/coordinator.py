@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,27 +20,23 @@ from plait.callbacks.records import StartRecord
 from plait.core import events as core_events
 from plait.core import run_events
 from plait.core.codec import decode, encode, finite
-from plait.core.errors import JobError
 from plait.core.events import Event, EventLog
-from plait.data.sampler import Position
 from plait.launcher.membership import Membership
 from plait.launcher.run_dir import RunDir
 from plait.launcher.worker_process import CoordinatorProcess
 from plait.schema.results import SweepResult
-from plait.schema.settings import TrainSettings
 from plait.sweeping.array_record import Arrays
-from plait.sweeping.datasets import DataDescription, data_key
+from plait.sweeping.datasets import DataDescription, DescribedData, UnknownDataError
 from plait.sweeping.elastic.group_formation import WorkerGroups
 from plait.sweeping.progress import SweepProgress
-from plait.sweeping.running_trial import newest, save_state, trial_folder
-from plait.sweeping.scheduler import Report, ScheduledTrial, TrialScheduler
+from plait.sweeping.scheduler import TrialScheduler
 from plait.sweeping.search.compared_by import check_comparable, choose_metric
 from plait.sweeping.search.study import open_trials
 from plait.sweeping.settings import SweepRequest, SweepSettings
+from plait.sweeping.trials.scheduled_trial import Report
+from plait.sweeping.trials.trial_files import copy_state, publish, remove, trial_folder
 from plait.sync.allreduce.autotune import TopologyChosen
-from plait.training import checkpoint as checkpoints
 from plait.training.process import begin_process
-from plait.training.trial import total_steps
 
 REPORT_S = 0.2
 _SYNC_OF_ELASTIC = run_events.SyncChosen(
@@ -65,13 +60,6 @@ def coordinate(process: CoordinatorProcess, order: Mapping[str, Any]) -> dict[st
     )
     process.serve(coordinator.answer, coordinator.follow)
     return coordinator.close().to_dict()
-
-
-@dataclass(eq=False)
-class UnknownDataError(Exception):
-    """Raised for the data set of `settings` that no worker has described yet."""
-
-    settings: TrainSettings
 
 
 class Coordinator:
@@ -105,8 +93,7 @@ class Coordinator:
             self._start_of,
         )
         self._log = EventLog(folder.events(), rank=0, on_event=self._on_event)
-        # Descriptions of data sets, by workers.
-        self._data: dict[tuple[str, int | None], DataDescription] = {}
+        self._data = DescribedData()
         # Audited steps, and the largest difference found in them.
         self._audited, self._largest = 0, 0.0
         self._groups = WorkerGroups(settings.workers_per_array, membership)
@@ -116,10 +103,10 @@ class Coordinator:
             settings,
             max(1, len(self._groups.firsts)),
             choose_metric(settings),
-            self._steps_of,
+            self._data.steps_of,
             self._keep,
-            self._copy,
-            lambda trial: self._data_of(trial).seed,
+            partial(copy_state, folder),
+            lambda trial: self._data.of(trial).seed,
             self._study,
         )
         self.arrays = Arrays(self._past)
@@ -136,7 +123,7 @@ class Coordinator:
         past, self._past = self._past, []
         self.scheduler.open(past)
         for trial in self.scheduler.trials[:1]:
-            has_test_split = self._data_of(trial.settings).has_test_split
+            has_test_split = self._data.of(trial.settings).has_test_split
             check_comparable(self._settings, self.scheduler.metric, has_test_split)
         self._has_begun = True
         self._remove_ended()
@@ -163,23 +150,6 @@ class Coordinator:
         settings, step = encode(scheduled.settings), self._progress.step_of(trial)
         return StartRecord(self._settings.train.name, folder, step, settings, trial, scheduled.values)
 
-    def _steps_of(self, settings: TrainSettings) -> int:
-        samples = self._data_of(settings).samples
-        if samples is None and settings.steps is None:
-            raise JobError(
-                f"epochs: found {settings.epochs}, but {settings.data.kind} is a stream without __len__, and "
-                f"trials are compared after known numbers of steps; give steps instead, or the data set a "
-                f"__len__"
-            )
-        return total_steps(settings, samples, 0, Position())
-
-    def _data_of(self, settings: TrainSettings) -> DataDescription:
-        key = data_key(settings)
-        description = self._data.get((key, None)) or self._data.get((key, settings.seed))
-        if description is None:
-            raise UnknownDataError(settings)
-        return description
-
     def _on_event(self, event: Event) -> None:
         self._callbacks.handle(event)
         self._progress.follow(event)
@@ -190,14 +160,6 @@ class Coordinator:
             self._log.record(event)
         self._log.flush()
         self._study.follow(*events)
-
-    def _copy(self, winner: int, loser: int) -> None:
-        """Copy weights and optimizer state of `winner` to `loser`, which keeps its position in the data."""
-        source, target = newest(self._folder, winner), newest(self._folder, loser)
-        assert source is not None
-        # A trial that diverged did not reach the same step: it continues at the position of the winner.
-        progress = target.progress if target is not None and target.step == source.step else source.progress
-        save_state(self._folder, loser, replace(source, progress=progress))
 
     def answer(self, question: Mapping[str, Any]) -> Answer:
         """The answer to a worker's question: `ask` names it, the rest are the arguments of its method.
@@ -286,8 +248,7 @@ class Coordinator:
 
     def _on_data(self, **description: Any) -> Answer:
         """Store a worker's description of a data set."""
-        data = decode(DataDescription, description)
-        self._data[data.key, data.seed] = data
+        self._data.add(decode(DataDescription, description))
         return {}
 
     def _on_look(self, worker: int) -> Answer:
@@ -382,11 +343,11 @@ class Coordinator:
 
     def _on_note(
         self,
-        losses: list[Any],
-        metrics: list[Any],
-        signals: list[Any],
-        changes: list[Any],
-        saved: list[Any],
+        losses: Sequence[Any] = (),
+        metrics: Sequence[Any] = (),
+        signals: Sequence[Any] = (),
+        changes: Sequence[Any] = (),
+        saved: Sequence[Any] = (),
     ) -> Answer:
         """Points of curves: (trial, step, loss), (trial, step, metrics), (trial, step, *signals).
 
@@ -451,10 +412,10 @@ class Coordinator:
         """Remove the checkpoints of ended trials, except those of the best."""
         best, keeps = self.scheduler.best(), self._settings.keeps_adapters
         for trial in self.scheduler.trials:
-            if keeps and trial.state in ("finished", "early-stop"):
+            if keeps and trial.is_complete:
                 continue
             if trial.has_ended and trial is not best and trial.number not in self._removed:
-                shutil.rmtree(trial_folder(self._folder, trial.number).path, ignore_errors=True)
+                remove(self._folder, trial.number)
                 self._removed.add(trial.number)
 
     def _report(self) -> None:
@@ -472,12 +433,13 @@ class Coordinator:
             with contextlib.suppress(UnknownDataError):
                 self.scheduler.open(self._past)
             self._keep(self._begun())
-        reason = "finished" if self.scheduler.is_over else "stopped"
-        if self.scheduler.is_over and {trial.state for trial in self.scheduler.trials} == {"failed"}:
+        is_over = self.scheduler.is_over
+        reason = "finished" if is_over else "stopped"
+        if is_over and {trial.state for trial in self.scheduler.trials} == {"failed"}:
             reason = "failed"
         best = self.scheduler.best()
         if best is not None:
-            self._publish(best)
+            publish(self._folder, best.number, removes=is_over and not self._settings.keeps_adapters)
         table = self._progress.table()
         seconds, rate = self._progress.seconds, round(self._progress.trial_steps_per_s, 1)
         number = None if best is None else best.number
@@ -502,17 +464,3 @@ class Coordinator:
             audited_steps=self._audited or None,
             largest_difference=self._largest if self._audited else None,
         )
-
-    def _publish(self, best: ScheduledTrial) -> None:
-        """Copy the settings and the checkpoint of the best trial to where a single run has them."""
-        state = newest(self._folder, best.number)
-        if state is None:  # published by an earlier part of this sweep
-            return
-        shutil.copyfile(trial_folder(self._folder, best.number).settings, self._folder.settings)
-        shutil.rmtree(self._folder.checkpoints, ignore_errors=True)
-        checkpoints.save(self._folder.checkpoints, state)
-        if self.scheduler.is_over and not self._settings.keeps_adapters:
-            path = trial_folder(self._folder, best.number).path
-            shutil.rmtree(path)
-            with contextlib.suppress(OSError):  # it contains other files
-                path.parent.rmdir()

@@ -8,11 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from plait.core.codec import encode
+from plait.core.errors import JobError
 from plait.data.batches import DataSource
 from plait.data.generators import looks
+from plait.data.sampler import Position
 from plait.data.seeding import seed_factory
 from plait.schema.settings import TrainSettings
 from plait.training.setup.data import DataPair, build_data, build_train_data
+from plait.training.trial import total_steps
 from plait.workloads.losses import MODEL_LOSS
 
 # An array has trials of one seed; another one may be about to begin.
@@ -28,6 +31,41 @@ class DataDescription:
     # None: a stream without length.
     samples: int | None
     has_test_split: bool
+
+
+@dataclass(eq=False)
+class UnknownDataError(Exception):
+    """Raised for the data set of `settings` that no worker has described yet."""
+
+    settings: TrainSettings
+
+
+class DescribedData:
+    """What the coordinator knows of the data sets, which workers describe."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int | None], DataDescription] = {}
+
+    def add(self, data: DataDescription) -> None:
+        self._known[data.key, data.seed] = data
+
+    def of(self, settings: TrainSettings) -> DataDescription:
+        key = data_key(settings)
+        description = self._known.get((key, None)) or self._known.get((key, settings.seed))
+        if description is None:
+            raise UnknownDataError(settings)
+        return description
+
+    def steps_of(self, settings: TrainSettings) -> int:
+        """After how many steps a trial with these settings ends."""
+        samples = self.of(settings).samples
+        if samples is None and settings.steps is None:
+            raise JobError(
+                f"epochs: found {settings.epochs}, but {settings.data.kind} is a stream without __len__, and "
+                f"trials are compared after known numbers of steps; give steps instead, or the data set a "
+                f"__len__"
+            )
+        return total_steps(settings, samples, 0, Position())
 
 
 class DataSets:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from plait.core import run_events
@@ -25,87 +24,13 @@ from plait.sweeping.search.tpe import Past
 from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import array_key, is_fusable, with_values
+from plait.sweeping.trials.scheduled_trial import Report, ScheduledTrial, number_of
 from plait.workloads.metrics import find_modes
 
 # Optuna's TPE draws this many trials at random before it learns from results.
 AT_RANDOM = 10
 # An array that ends within this time is not divided: building another array takes a few seconds.
 HAND_OVER_S = 5.0
-ENDED = ("finished", "early-stop", "dropped", "diverged", "failed")
-
-
-@dataclass
-class ScheduledTrial:
-    """One trial: `state` is waiting, running, held (until others reach the same rung) or one of `ENDED`."""
-
-    number: int
-    values: Mapping[str, Any]
-    settings: TrainSettings
-    group: str
-    # The steps after which it is compared with others, as drawn; the last is its end.
-    drawn: list[int]
-    # The same with the batch sizes that it has had.
-    goals: list[int]
-    state: str = "waiting"
-    # The worker that trains it, while it is running.
-    worker: int | None = None
-    step: int = 0
-    metrics: dict[str, float | None] = field(default_factory=dict)
-    train_loss: float | None = None
-    # Why it failed.
-    why: str = ""
-    # Results by rung: the goals at which trials are compared.
-    reached: dict[int, float] = field(default_factory=dict)
-    # By rung, among how many results it is judged: those before it, and those that arrived with it.
-    judged: dict[int, int] = field(default_factory=dict)
-
-    def load_result(self, report: Report | run_events.TrialReached | run_events.TrialEnded) -> None:
-        """Set the step and the results of a report."""
-        self.step, self.metrics, self.train_loss = report.step, dict(report.metrics), report.train_loss
-
-    def is_of(self, worker: int) -> bool:
-        """Whether `worker` trains it; a question of a lost worker may arrive when others have its trials."""
-        return self.state == "running" and self.worker == worker
-
-    @property
-    def has_ended(self) -> bool:
-        return self.state in ENDED
-
-    @property
-    def steps(self) -> int:
-        """The steps after which it ends."""
-        return self.goals[-1]
-
-    @property
-    def rung(self) -> int:
-        """The rung of its next goal."""
-        return min(len(self.reached), self.last)
-
-    @property
-    def last(self) -> int:
-        """The rung of its last goal, where it ends."""
-        return len(self.goals) - 1
-
-    @property
-    def goal(self) -> int:
-        """The next step at which it is compared."""
-        return self.goals[self.rung]
-
-    @property
-    def result(self) -> float:
-        """The latest result; less is better."""
-        return self.reached[max(self.reached)] if self.reached else math.nan
-
-
-@dataclass(frozen=True)
-class Report:
-    """The result of a trial at a goal or at its end; not `has_result`: nothing to compare."""
-
-    trial: int
-    step: int
-    metrics: Mapping[str, Any]
-    train_loss: float | None
-    has_result: bool = True
 
 
 class TrialScheduler:
@@ -165,12 +90,12 @@ class TrialScheduler:
 
     def best(self) -> ScheduledTrial | None:
         """The trial with the best result among the finished ones."""
-        complete = [t for t in self.trials if t.state in ("finished", "early-stop")]
-        return min(complete, key=_standing) if complete else None
+        complete = [t for t in self.trials if t.is_complete]
+        return min(complete, key=ScheduledTrial.standing) if complete else None
 
     def table(self) -> tuple[TrialResult, ...]:
         """All trials, best first: finished ones by result, then the others by progress."""
-        ordered = sorted(self.trials, key=_standing)
+        ordered = sorted(self.trials, key=ScheduledTrial.standing)
         return tuple(
             TrialResult(t.number, t.state, t.step, dict(t.values), numbers(t.metrics), t.train_loss, t.why)
             for t in ordered
@@ -188,7 +113,7 @@ class TrialScheduler:
         best, result = self.best(), self._result(metrics, train_loss)
         if best is None or best.number == number:
             return True
-        return (_number(result), number) < (_number(best.result), best.number)
+        return (number_of(result), number) < (number_of(best.result), best.number)
 
     def take(
         self, group: str, count: int, begin: bool, among: int | None = None, worker: int = 0
@@ -256,7 +181,7 @@ class TrialScheduler:
         self._record_results([Report(number, step, metrics, train_loss, has_result)])
         trial.why = why
         # In population-based training it continues as a copy of another trial.
-        if state == "diverged" and self.search.settings.kind == "pbt" and _rung_of(trial, step) < trial.last:
+        if state == "diverged" and self.search.settings.kind == "pbt" and trial.rung_at(step) < trial.last:
             trial.state = "held"
         else:
             self._end(trial, state)
@@ -359,7 +284,7 @@ class TrialScheduler:
         for report in reports:
             trial = self.trials[report.trial]
             trial.load_result(report)
-            rung = _rung_of(trial, report.step)
+            rung = trial.rung_at(report.step)
             if rung not in trial.reached:
                 new.setdefault((rung, trial.judged.get(rung - 1, 0)), []).append(report)
         events = []
@@ -447,7 +372,7 @@ class TrialScheduler:
             case run_events.TrialReached():
                 trial = self.trials[event.trial]
                 trial.load_result(event)
-                rung = _rung_of(trial, event.step)
+                rung = trial.rung_at(event.step)
                 if rung not in trial.reached:
                     result = math.nan if event.result is None else event.result
                     self._arrive(trial, rung, result, event.judged)
@@ -463,20 +388,3 @@ class TrialScheduler:
                 self._change(trial, event.values, len(trial.reached) - 1)
             case run_events.TrialGoals():
                 self.trials[event.trial].goals[-len(event.goals) :] = event.goals
-
-
-def _rung_of(trial: ScheduledTrial, step: int) -> int:
-    """The rung of the goal at `step`; a trial that ends between two goals counts as at the next."""
-    return next(number for number, goal in enumerate(trial.goals) if step <= goal)
-
-
-def _standing(trial: ScheduledTrial) -> tuple[Any, ...]:
-    """Sort key, best first; ties are ordered by number."""
-    complete = trial.state in ("finished", "early-stop")
-    unknown = math.isnan(trial.result) or trial.state in ("diverged", "failed")
-    rank = (trial.state == "failed", unknown, not complete, 0 if complete else -trial.step)
-    return (*rank, _number(trial.result), trial.number)
-
-
-def _number(result: float) -> float:
-    return math.inf if math.isnan(result) else result

@@ -4,59 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
-import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch
-
 from plait.adapt.changes import BatchSizeChange, ChangeRequest
-from plait.adapt.history import SignalHistory
 from plait.adapt.members import loss_of
-from plait.adapt.monitors.gradient_noise import GradientAverages
-from plait.adapt.policy_source import PolicySource
-from plait.core.codec import encode, finite
+from plait.core.codec import encode, finite_numbers
 from plait.core.errors import JobError, PeerError
-from plait.core.files import write_atomic
 from plait.data.loader import BatchStream
 from plait.launcher.run_dir import RunDir
-from plait.launcher.worker_process import Worker
 from plait.measure.fresh_process import FreshProcesses
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_builder import ArrayBuilder
 from plait.sweeping.array_engine import ArrayEngine, JoiningTrial, TrialsChange
-from plait.sweeping.datasets import DataSets
+from plait.sweeping.array_workers import ArrayWorkers
 from plait.sweeping.elastic.members import SweepMembers
 from plait.sweeping.fusable import NotFusedError, TooWideError, TrialsFailedError, short, why_failed
-from plait.sweeping.group_client import GroupClient
-from plait.sweeping.running_trial import (
-    POINTS,
-    RunningTrial,
-    failure_file,
-    newest,
-    save_trial,
-)
-from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import with_values
+from plait.sweeping.trials.assigned_trials import AssignedTrials
+from plait.sweeping.trials.running_trial import RunningTrial
 from plait.training.batch_streams import find_stream, open_stream
-from plait.training.change.apply import asked_every, find_requests, is_due, policies_of
-from plait.training.checkpoint import Checkpoint
+from plait.training.change.apply import find_requests, is_due
 from plait.training.checks.first_evaluation import try_evaluation
-from plait.training.components import TrialInit
 from plait.training.components import build as build_components
 from plait.training.engine import IntervalResult, cannot_apply
-from plait.training.fused.trial_norms import TrialNorms
 from plait.training.loop import Loop
-from plait.training.monitoring.required_signals import wants_norms
-from plait.training.optimizers.lr_schedule import build_lr_factor
 from plait.training.setup.data import DataPair
-from plait.training.trial import Due, EarlyStopping, Trial
-from plait.training.worker_group import WorkerGroup
-from plait.workloads.metrics import find_modes
+from plait.training.trial import Due, Trial
 
 # Seconds between two requests of a worker that has room for more trials.
 POLL_S = 0.1
@@ -74,26 +49,16 @@ class SweepLoop(Loop):
 
     def __init__(
         self,
-        worker: Worker,
-        settings: SweepSettings,
+        workers: ArrayWorkers,
         folder: RunDir,
-        sets: DataSets,
-        device: torch.device,
         members: SweepMembers,
-        workers: WorkerGroup,
         fresh: FreshProcesses | None = None,
     ) -> None:
-        self._worker = worker
         self._workers = workers
-        self._settings = settings
-        self._folder = folder
-        self._coordinator = GroupClient(workers, worker, sets)
-        self._sets = sets
-        self._device = device
-        self._builder = ArrayBuilder(worker, settings, self._coordinator, device, workers, fresh)
+        self._builder = ArrayBuilder(workers, fresh)
+        self._assigned = AssignedTrials(workers, folder)
         self.engine: ArrayEngine = ArrayEngine(self._builder, self._stream_of)
         self._leaving: list[int] = []
-        self._may_get_more = True
         self._asked = 0.0
         self._is_over = False
         # Whether the first test batches were evaluated, which shows errors in the evaluation early.
@@ -105,8 +70,6 @@ class SweepLoop(Loop):
         self._offered = 0.0
         self._offers = False
         self._step_s = 0.0
-        # The trials that are assigned to this worker.
-        self._held: set[int] = set()
 
     @property
     def trials(self) -> list[RunningTrial]:
@@ -130,7 +93,7 @@ class SweepLoop(Loop):
             except TrialsFailedError as failure:
                 self._fail(failure)
             except RuntimeError as failure:
-                loss = None if self._workers.is_alone else loss_of(self._worker, failure)
+                loss = None if self._workers.group.is_alone else loss_of(self._workers.worker, failure)
                 if loss is None:
                     raise
                 break
@@ -142,13 +105,13 @@ class SweepLoop(Loop):
         """Leave the group, which has lost a worker; its first worker returns the trials."""
         with contextlib.suppress(RuntimeError):
             self.engine.close()
-        if self._workers.is_first:
+        if self._workers.group.is_first:
             # The group may not know of all trials that it was assigned.
-            self._worker.ask({"ask": "abandon", "worker": self._worker.id})
+            self._workers.worker.ask({"ask": "abandon", "worker": self._workers.worker.id})
         self._members.leave_group(loss)
 
     def ended(self) -> str | None:
-        change, stop, self._offers, self._step_s = self._workers.from_first(self._find_requests)
+        change, stop, self._offers, self._step_s = self._workers.group.from_first(self._find_requests)
         if change is not None:
             version, stays = change
             if not stays:
@@ -162,10 +125,10 @@ class SweepLoop(Loop):
     def _find_requests(self) -> tuple[tuple[int, bool] | None, bool, bool, float]:
         """A change of members, a request to stop, whether to offer trials, and the seconds of a step."""
         offers = self._members.can_change and time.monotonic() - self._offered >= OFFER_S
-        return self._members.find_change(), self._worker.stop_requested(), offers, self._step_s
+        return self._members.find_change(), self._workers.worker.stop_requested(), offers, self._step_s
 
     def _is_stop_requested(self) -> bool:
-        return bool(self._workers.from_first(self._worker.stop_requested))
+        return bool(self._workers.group.from_first(self._workers.worker.stop_requested))
 
     def apply_changes(self) -> None:
         """Remove ended trials and add others; if there are none to train, wait briefly."""
@@ -181,7 +144,7 @@ class SweepLoop(Loop):
         if self._tried is not None:
             self._builder.forget_width(self._tried)
             self._tried = None
-        answer = self._coordinator.ask(ask="look", worker=self._worker.id)
+        answer = self._workers.ask(ask="look", worker=self._workers.worker.id)
         if "group" in answer:
             self._begin(answer)
         self._is_over = bool(answer.get("over", False))
@@ -190,7 +153,7 @@ class SweepLoop(Loop):
 
     def steps_until_change(self) -> int | None:
         """1 while more trials may join; else until trials are offered again, or policies are asked."""
-        if self.engine.free and self._may_get_more:
+        if self.engine.free and self._assigned.may_get_more:
             return 1
         asked = ((trial.step, source) for trial in self.trials for source in trial.sources)
         steps = [due - step for step, source in asked if (due := source.next_due(step)) is not None]
@@ -208,7 +171,7 @@ class SweepLoop(Loop):
             if is_due(source, trial.step)
         ]
         due = [(source, self.trials[slot].step) for slot, source in asked]
-        for (slot, _), answer in zip(asked, find_requests(self._workers.from_first, due)):
+        for (slot, _), answer in zip(asked, find_requests(self._workers.group.from_first, due)):
             trial = self.trials[slot]
             trial.asked_at = trial.step
             try:
@@ -217,7 +180,7 @@ class SweepLoop(Loop):
                 for request in answer:
                     self._apply(request, trial)
             except JobError as failure:
-                self._report_failed(trial.number, short(str(failure)))
+                self._assigned.fail(trial.number, short(str(failure)), step=trial.step)
                 self._release(slot)
         return bool(self._leaving)
 
@@ -226,18 +189,11 @@ class SweepLoop(Loop):
         change = request.change
         if not isinstance(change, BatchSizeChange):
             raise cannot_apply(change, "a trial of a sweep")
-        trial.change_batch(change, self._workers.size)
-        self._count_goals(trial, trial.goals)
+        trial.change_batch(change, self._workers.group.size)
+        self._assigned.count_goals(trial, trial.goals)
         kind = type(change).__name__
         changed = (trial.step, kind, encode(change), request.by, request.why, trial.number)
-        self._record([], changes=[changed])
-
-    def _count_goals(self, trial: RunningTrial, known: Sequence[int]) -> None:
-        """Count the steps to a trial's goals, and report them unless they are `known`."""
-        trial.count_goals(self._sets.of(trial.settings)[0].length)
-        if list(trial.goals) != list(known):
-            goals = list(trial.goals)
-            self._coordinator.ask(ask="goals", worker=self._worker.id, trial=trial.number, goals=goals)
+        self._workers.ask(ask="note", changes=[changed])
 
     def advance(self, steps: int) -> None:
         started = time.perf_counter()
@@ -259,9 +215,13 @@ class SweepLoop(Loop):
         shared = find_stream(trial, [each.stream for each in self.trials])
         if shared is not None:
             return shared
-        pin, workers, in_stages = self._device.type == "cuda", self._workers, self._builder.is_pipelined
+        pin, workers, in_stages = (
+            self._workers.device.type == "cuda",
+            self._workers.group,
+            self._workers.is_pipelined,
+        )
         return open_stream(
-            self._sets.for_pass(trial.settings),
+            self._workers.sets.for_pass(trial.settings),
             trial,
             workers.share,
             pin,
@@ -277,9 +237,7 @@ class SweepLoop(Loop):
         if not due:
             return {}
         self.engine.collect_losses()
-        signals = self._signals([slot for slot in due if trials[slot].is_loss_due])
-        points = [self._loss_point(trials[slot]) for slot in due]
-        self._record([point for point in points if point is not None], signals=signals)
+        self._assigned.note_losses([trials[slot] for slot in due if trials[slot].is_loss_due])
         diverged = [slot for slot in due if trials[slot].has_diverged]
         for slot in diverged:
             self._end(slot, "diverged", {})
@@ -291,8 +249,8 @@ class SweepLoop(Loop):
     def _begin(self, waiting: Mapping[str, Any]) -> None:
         """Build an array of waiting trials."""
         group = self.engine.group = waiting["group"]
-        settings = with_values(self._settings.train, waiting["values"])
-        sets = self._sets.of(settings)
+        settings = with_values(self._workers.settings.train, waiting["values"])
+        sets = self._workers.sets.of(settings)
         self._try_evaluation(settings, sets)
         try:
             self._builder.choose_width(group, settings, sets, waiting["share"])
@@ -313,26 +271,31 @@ class SweepLoop(Loop):
         if self._has_tried:
             return
         try:
-            components = build_components(settings, self._device, sets)
+            components = build_components(settings, self._workers.device, sets)
         except Exception as failure:  # a user's model can fail in any way; only its trial fails
             if why_failed(failure) is None:
                 raise
             return
         self._has_tried = True
-        if message := try_evaluation(components, settings, *self._workers.share):
-            self._builder.warn_once(message)
+        if message := try_evaluation(components, settings, *self._workers.group.share):
+            self._workers.warn_once(message)
 
     def _refill(self) -> None:
         """Remove ended trials, and ask for others in their slots."""
         self._offer_trials()
         leaving, self._leaving = sorted(self._leaving), []
         free = 0 if self.engine.closed else self.engine.free + len(leaving)
-        may_ask = bool(free) and self._may_get_more
-        if leaving or (may_ask and self._workers.from_first(self._is_time_to_ask)):
+        may_ask = bool(free) and self._assigned.may_get_more
+        if leaving or (may_ask and self._workers.group.from_first(self._is_time_to_ask)):
             self._change(leaving, self._take(free) if free else [])
 
     def _is_time_to_ask(self) -> bool:
         return time.monotonic() - self._asked > POLL_S
+
+    def _take(self, count: int, begin: bool = False) -> list[JoiningTrial]:
+        """Up to `count` trials that the coordinator assigns, ready to join."""
+        self._asked = time.monotonic()
+        return self._assigned.take(self.engine.group, count, begin)
 
     def _change(self, leaving: Sequence[int], joining: Sequence[JoiningTrial]) -> None:
         if not leaving and not joining:
@@ -341,65 +304,15 @@ class SweepLoop(Loop):
             admission = self.engine.admit(joining)
             joining = admission.joining
             for number, why in admission.failed.items():
-                self._report_failed(number, why)
+                self._assigned.fail(number, why)
             for each in admission.waiting:
-                self._return_trial(each.trial.number)
+                self._assigned.give_back(each.trial.number)
             if admission.apart:
                 separate = [each.trial.number for each in admission.apart]
-                self._coordinator.ask(ask="split", worker=self._worker.id, trials=separate)
-                self._held.difference_update(separate)
+                self._workers.ask(ask="split", worker=self._workers.worker.id, trials=separate)
+                self._assigned.held.difference_update(separate)
         self.engine.apply(TrialsChange(tuple(leaving), tuple(joining)))
         self._report_array()
-
-    def _take(self, count: int, begin: bool = False) -> list[JoiningTrial]:
-        """Up to `count` trials that the coordinator assigns, ready to join."""
-        self._asked = time.monotonic()
-        answer = self._coordinator.ask(
-            ask="take", worker=self._worker.id, group=self.engine.group, count=count, begin=begin
-        )
-        self._may_get_more = answer["more"]
-        self._held.update(assignment["trial"] for assignment in answer["trials"])
-        trials = []
-        for assignment in answer["trials"]:
-            number, why, failed = assignment["trial"], None, None
-            state = self._workers.checkpoint_of_first(partial(newest, self._folder, number))
-            try:
-                joining = self._prepare(assignment, state)
-            except Exception as failure:  # a user's model can fail in any way
-                if (why := why_failed(failure)) is None:
-                    raise
-                failed = failure
-            if (why := self._workers.any_of(why)) is not None:
-                self._report_failed(number, why, failed)
-                continue
-            self._count_goals(joining.trial, assignment["goals"])
-            trials.append(joining)
-        return trials
-
-    def _prepare(self, assignment: Mapping[str, Any], state: Checkpoint | None) -> JoiningTrial:
-        """A trial ready to join, loaded from its checkpoint if it has one."""
-        settings = with_values(self._settings.train, assignment["values"])
-        entry = make_entry(settings, state, self._device, self._sets)
-        signals, sources = SignalHistory(), []
-        if settings.adapt:
-            every = asked_every(settings, self._workers.size)
-            sources.append(PolicySource(policies_of(settings), signals, lambda: every))
-        trial = RunningTrial(
-            number=assignment["trial"],
-            settings=settings,
-            drawn=assignment["drawn"],
-            schedule=build_lr_factor(settings.lr_schedule, assignment["drawn"][-1]),
-            early_stopping=EarlyStopping(settings.early_stop, find_modes(settings.evaluate, settings.loss)),
-            weights=entry.components.weights,
-            points=0 if self._builder.averages else POINTS,
-            sources=sources,
-            signals=signals,
-            noise=entry.noise,
-        )
-        if state is not None:
-            trial.load(state.step, state.progress)
-            trial.load_signals(state.progress)
-        return JoiningTrial(trial, entry)
 
     def _separate(self, failure: NotFusedError) -> None:
         """From now on train the trials of this group one by one, or fewer at once, from their checkpoints."""
@@ -411,54 +324,23 @@ class SweepLoop(Loop):
 
     def _fail(self, failure: TrialsFailedError) -> None:
         """End trials that failed; the others of their array continue from their checkpoints."""
+        steps = {trial.number: trial.step for trial in self.trials}
         for number, why in failure.reasons.items():
             # Workers that average weights are at other steps, and do not report together with this one.
-            self._report_failed(number, why, failure.__cause__, apart=self._builder.averages)
-        if not self._workers.is_alone:
+            self._assigned.fail(number, why, failure.__cause__, steps.get(number, 0), self._workers.averages)
+        if not self._workers.group.is_alone:
             # The other workers of the group are in the middle of the same step: the sweep ends, and can be
             # resumed without the trial.
             raise failure.__cause__ or failure
         self._dissolve()
 
-    def _report_failed(
-        self, number: int, why: str, failure: BaseException | None = None, apart: bool = False
-    ) -> None:
-        """Record that a trial failed, and save the traceback; `apart`, this worker does so by itself."""
-        if self._workers.is_first or apart:
-            log.warning("trial %d failed: %s", number, why)
-        if failure is not None and (self._workers.is_first or apart):
-            text = "".join(traceback.format_exception(failure))
-            write_atomic(failure_file(self._folder, number), text)
-        question = {
-            "ask": "stop",
-            "worker": self._worker.id,
-            "trial": number,
-            "step": next((each.step for each in self.trials if each.number == number), 0),
-            "state": "failed",
-            "metrics": {},
-            "train_loss": None,
-            "why": why,
-        }
-        if apart:
-            # Trials are assigned to the first worker of the group.
-            first = self._worker.memberships.current.members[self._workers.first_rank]
-            self._worker.ask({**question, "worker": first})
-        else:
-            self._coordinator.ask(**question)
-        self._held.discard(number)
-
     def _dissolve(self) -> None:
         """Return all trials, for other arrays to continue from their last checkpoints."""
-        for trial in sorted(self._held):
-            self._return_trial(trial)
+        for trial in sorted(self._assigned.held):
+            self._assigned.give_back(trial)
         self._leaving = []
         self.engine.close()
         self._report_array()
-
-    def _return_trial(self, trial: int, step: int = 0) -> None:
-        """Return a trial to the coordinator; another array continues from its last checkpoint, at `step`."""
-        self._coordinator.ask(ask="back", worker=self._worker.id, trial=trial, step=step)
-        self._held.discard(trial)
 
     def _offer_trials(self) -> None:
         """In an elastic sweep, return trials for idle workers."""
@@ -467,7 +349,7 @@ class SweepLoop(Loop):
         self._offered = time.monotonic()
         staying = [slot for slot in range(len(self.trials)) if slot not in self._leaving]
         left_s = self._step_s * max((self._steps_left(slot) for slot in staying), default=0)
-        answer = self._coordinator.ask(ask="spare", worker=self._worker.id, left_s=left_s)
+        answer = self._workers.ask(ask="spare", worker=self._workers.worker.id, left_s=left_s)
         count = min(answer["count"], len(staying) - 1)
         if count > 0:
             self.engine.collect_losses()
@@ -483,52 +365,18 @@ class SweepLoop(Loop):
     @property
     def _waits(self) -> bool:
         """Whether trials wait for each other before they are compared."""
-        return self._settings.search.kind in ("halving", "pbt")
+        return self._workers.settings.search.kind in ("halving", "pbt")
 
     def _report_array(self) -> None:
         """Report the trials of the array, whether they are fused, and why not."""
         numbers = [trial.number for trial in self.trials]
-        self._coordinator.ask(
+        self._workers.ask(
             ask="array",
-            worker=self._worker.id,
+            worker=self._workers.worker.id,
             trials=numbers,
             fused=self.engine.is_fused,
             why=self.engine.why,
         )
-
-    def _loss_point(self, trial: RunningTrial) -> tuple[int, int, float | None] | None:
-        if not trial.is_loss_due:
-            return None
-        return trial.number, trial.step, finite(trial.take_mean_loss())
-
-    def _signals(self, slots: Sequence[int]) -> list[tuple[Any, ...]]:
-        """The gradient noise of the trials in `slots`, if it is measured."""
-        signals = []
-        for slot in slots:
-            trial = self.trials[slot]
-            noise = trial.noise
-            if noise.steps:
-                numbers = (noise.noise_scale, noise.variance, noise.squared_norm, noise.note)
-                signals.append((trial.number, trial.step, *numbers))
-        return signals
-
-    def _record(
-        self,
-        losses: list[tuple[int, int, float | None]],
-        metrics: Sequence[tuple[int, int, Any]] = (),
-        signals: Sequence[tuple[Any, ...]] = (),
-        changes: Sequence[tuple[Any, ...]] = (),
-        saved: Sequence[tuple[int, int]] = (),
-    ) -> None:
-        if losses or metrics or changes or saved:
-            noted = {
-                "losses": losses,
-                "metrics": metrics,
-                "signals": signals,
-                "changes": changes,
-                "saved": saved,
-            }
-            self._coordinator.ask(ask="note", **{name: list(each) for name, each in noted.items()})
 
     def after_evaluation(self, due: Mapping[int, Due], metrics: Mapping[int, dict[str, float]]) -> None:
         reached = {}
@@ -545,26 +393,25 @@ class SweepLoop(Loop):
         self._reach(reached, metrics)
 
     def evaluate(self, slots: Sequence[int]) -> dict[int, dict[str, float]]:
-        if slots and self._sets.of(self.trials[slots[0]].settings)[1] is None:
+        if slots and self._workers.sets.of(self.trials[slots[0]].settings)[1] is None:
             return {slot: {} for slot in slots}
         return super().evaluate(slots)
 
     def record_evaluation(self, metrics: Mapping[int, dict[str, float]], seconds: float) -> None:
-        trials = self.trials
-        self._record(
-            [], [(trials[s].number, trials[s].step, _finite(values)) for s, values in metrics.items()]
-        )
+        trials = [self.trials[slot] for slot in metrics]
+        points = [(t.number, t.step, finite_numbers(each)) for t, each in zip(trials, metrics.values())]
+        self._workers.ask(ask="note", metrics=points)
 
     def _reach(self, due: Mapping[int, Due], metrics: Mapping[int, dict[str, float]]) -> None:
         """Report trials at their goals, together; they leave the array unless they continue at once."""
         reached, results = [], []
         for slot, each in due.items():
             trial = self.trials[slot]
-            result = {"metrics": _finite(metrics[slot]), "train_loss": _finite_or_none(trial.latest_loss)}
+            result = trial.result(metrics[slot])
             # A trial that waits for others continues from its checkpoint; an ended one is saved if it is the
             # best.
             is_due = self._waits or self._members.can_change or each.checkpoint
-            is_wanted = self._is_wanted(trial, result) if trial.step >= trial.steps else is_due
+            is_wanted = self._assigned.is_wanted(trial, result) if trial.step >= trial.steps else is_due
             if is_wanted and not self._save(slot):
                 self._end(slot, "diverged", {})
                 continue
@@ -572,7 +419,7 @@ class SweepLoop(Loop):
             results.append((trial.number, trial.step, *result.values()))
         if not results:
             return
-        answer = self._coordinator.ask(ask="report", worker=self._worker.id, results=results)
+        answer = self._workers.ask(ask="report", worker=self._workers.worker.id, results=results)
         for slot, until in zip(reached, answer["until"]):
             if until == 0:
                 self._release(slot)
@@ -582,33 +429,31 @@ class SweepLoop(Loop):
     def _end(self, slot: int, state: str, metrics: dict[str, float]) -> None:
         """Report a trial that diverged or stopped early."""
         trial = self.trials[slot]
-        result = {"metrics": _finite(metrics), "train_loss": _finite_or_none(trial.latest_loss)}
-        if state != "diverged" and self._is_wanted(trial, result) and not self._save(slot):
+        result = trial.result(metrics)
+        if state != "diverged" and self._assigned.is_wanted(trial, result) and not self._save(slot):
             state, result["metrics"] = "diverged", {}
-        self._coordinator.ask(
-            ask="stop", worker=self._worker.id, trial=trial.number, step=trial.step, state=state, **result
+        self._workers.ask(
+            ask="stop",
+            worker=self._workers.worker.id,
+            trial=trial.number,
+            step=trial.step,
+            state=state,
+            **result,
         )
         self._release(slot)
 
     def _release(self, slot: int) -> None:
         """Remove the trial, whose result is reported, from the array before the next step."""
         self._leaving.append(slot)
-        self._held.discard(self.trials[slot].number)
-
-    def _is_wanted(self, trial: RunningTrial, result: Mapping[str, Any]) -> bool:
-        return bool(self._coordinator.ask(ask="wanted", trial=trial.number, **result)["wanted"])
+        self._assigned.held.discard(self.trials[slot].number)
 
     def _save(self, slot: int) -> bool:
-        state, trial = self.engine.state(slot), self.trials[slot]
-        saved: bool = self._workers.from_first(lambda: state and save_trial(self._folder, trial, state))
-        if saved:
-            self._record([], saved=[(trial.number, trial.step)])
-        return saved
+        return self._assigned.save(self.trials[slot], self.engine.state(slot))
 
     def _save_and_return(self, slot: int) -> None:
         trial = self.trials[slot]
         self._save(slot)
-        self._return_trial(trial.number, trial.step)
+        self._assigned.give_back(trial.number, trial.step)
 
     def _save_and_return_all(self) -> None:
         """Save every trial of the array and return it to the coordinator."""
@@ -620,25 +465,3 @@ class SweepLoop(Loop):
         self.engine.close()
         if self._members.can_change:
             self._report_array()
-
-
-def make_entry(
-    settings: TrainSettings, state: Checkpoint | None, device: torch.device, sets: DataSets
-) -> TrialInit:
-    """A trial ready to join, loaded from its checkpoint if it has one."""
-    components, noise = build_components(settings, device, sets.of(settings)), GradientAverages()
-    if wants_norms(settings):
-        components = replace(components, norms=TrialNorms([noise]))
-    if state is None:
-        return TrialInit(settings, components, noise=noise)
-    components.load(state)
-    components.scaler.load_state_dict(dict(state.progress["loss_scale"]))
-    return TrialInit(settings, components, state.progress.get("age", 0), state.sync, noise)
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: finite(value) for name, value in metrics.items()}
-
-
-def _finite_or_none(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else value

@@ -20,10 +20,10 @@ from plait.measure.fresh_process import FreshProcesses
 from plait.schema.settings import SyncSettings
 from plait.schema.sync_options import AUTO
 from plait.sweeping.array_size import import_fake_tensors
+from plait.sweeping.array_workers import ArrayWorkers, check_worker_groups
 from plait.sweeping.datasets import DataSets
 from plait.sweeping.elastic.members import SweepMembers
 from plait.sweeping.engines.array_plans import layout_from
-from plait.sweeping.group_client import check_worker_groups
 from plait.sweeping.search.compared_by import check_comparable, choose_metric
 from plait.sweeping.search.values import Search
 from plait.sweeping.settings import SweepRequest, SweepSettings
@@ -75,8 +75,8 @@ def sweep(worker: Worker, order: Mapping[str, Any]) -> None:
         remember(decode(tuple[TopologyChosen, ...], known, "chosen"), worker.rendezvous)
     try:
         while (group := members.find_group(settings)) is not None:
-            loop = SweepLoop(worker, settings, folder, sets, device, members, group, fresh)
-            if loop.run() != "left":
+            joined = ArrayWorkers(worker, group, settings, sets, device)
+            if SweepLoop(joined, folder, members, fresh).run() != "left":
                 members.leave_group()
                 return
     except FusionError as failure:

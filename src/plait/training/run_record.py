@@ -17,7 +17,7 @@ from plait.adapt.progress_values import progress_of, stages_of
 from plait.callbacks.callback import RunCallbacks, callbacks_of, make_callbacks
 from plait.callbacks.records import StartRecord
 from plait.core import run_events
-from plait.core.codec import encode, finite
+from plait.core.codec import encode, finite, finite_numbers
 from plait.core.events import Event, EventLog
 from plait.launcher.run_dir import RunDir
 from plait.launcher.worker_process import Worker
@@ -172,7 +172,7 @@ class RunRecorder:
         return self._last_loss is None or math.isfinite(float(self._last_loss))
 
     def evaluated(self, step: int, metrics: dict[str, float], samples: int, seconds: float) -> None:
-        numbers = {name: finite(value) for name, value in metrics.items()}
+        numbers = finite_numbers(metrics)
         self.record(run_events.Evaluated(step, numbers, samples, round(seconds, 6)))
         self._progress |= {f"test_{name}": value for name, value in numbers.items()}
         self._report(force=True)

@@ -19,7 +19,7 @@ from plait.comm.collectives import broadcast_named, broadcast_value, gather_name
 from plait.core.splits import split
 from plait.data import loader
 from plait.data.call_model import evaluated_weights
-from plait.pipeline.executor import PipelineExecutor, PipelineParts
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.layout import PipelineLayout, one_batch, stream
 from plait.pipeline.microbatches import Microbatch, MicrobatchSource
 from plait.pipeline.named_state import (
@@ -29,6 +29,7 @@ from plait.pipeline.named_state import (
     unpacked,
     whole_state,
 )
+from plait.pipeline.pipeline_parts import PipelineParts
 from plait.pipeline.stage import ordered_inputs
 from plait.pipeline.verify.prepare import free_other_stages
 from plait.planner.schedules.operations import Forward, Op

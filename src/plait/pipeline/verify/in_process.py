@@ -88,9 +88,8 @@ class StagedModel:
         flights = self._forward(inputs, target)
         last = flights[-1]
         assert last.loss is not None
-        output = self._traced.rebuild_output(
-            [({**last.inputs, **last.outputs})[name].detach() for name in self._traced.outputs]
-        )
+        values = {**last.inputs, **last.outputs}
+        output = self._traced.rebuild_output({n: values[n].detach() for n in self._traced.outputs})
         loss = last.loss.detach().clone()
         self._backward(flights)
         return output, loss
@@ -140,7 +139,7 @@ class StagedModel:
                 flight = InFlight(received, 0, ())
                 runner.evaluate(flight)
                 values |= flight.outputs
-        return self._evaluated.rebuild_output([values[name] for name in self._evaluated.outputs])
+        return self._evaluated.rebuild_output(values)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """The gradient of each parameter by its first name, summed over the stages that hold it."""

@@ -16,7 +16,7 @@ from plait.core.codec import decode
 from plait.core.errors import PeerError
 from plait.launcher.membership import Membership
 from plait.launcher.worker_process import LaunchedWorker, Worker
-from plait.sweeping.group_client import make_worker_group
+from plait.sweeping.array_workers import make_worker_group
 from plait.sweeping.settings import SweepSettings
 from plait.training.process import join_workers
 from plait.training.worker_group import ALONE, WorkerGroup

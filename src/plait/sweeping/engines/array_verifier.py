@@ -7,21 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from plait.core.codec import decode, encode
 from plait.fusion.verify import FusionReport, log_report
-from plait.launcher.worker_process import Worker
 from plait.schema.settings import TrainSettings
-from plait.sweeping.engines.array_plans import averages, layout_from
+from plait.sweeping.array_workers import ArrayWorkers
+from plait.sweeping.engines.array_plans import layout_from
 from plait.sweeping.engines.verified_arrays import verify_entries
 from plait.sweeping.fusable import NotFusedError, TrialsFailedError
-from plait.sweeping.group_client import GroupClient
-from plait.sweeping.settings import SweepSettings
 from plait.training.components import TrialInit
 from plait.training.components import build as build_components
-from plait.training.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from plait.sweeping.engines.verified_stages import StagesOfTrials
@@ -35,16 +31,8 @@ class ArrayVerifier:
     The first worker of the group verifies; all of them have its report.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        settings: SweepSettings,
-        coordinator: GroupClient,
-        device: torch.device,
-        workers: WorkerGroup,
-    ) -> None:
-        self._worker, self._settings, self._coordinator = worker, settings, coordinator
-        self._device, self._workers = device, workers
+    def __init__(self, workers: ArrayWorkers) -> None:
+        self._workers = workers
         # By group of trials: the report, and the verified layers of each stage.
         self._verdicts: dict[str, FusionReport] = {}
         self._stages: dict[str, tuple[tuple[str, ...], ...]] = {}
@@ -67,7 +55,7 @@ class ArrayVerifier:
             return
         both = [self._new_entry(first, entries[0]), *entries]
         known = self._verdicts.get(group, FusionReport())
-        if self._settings.train.in_stages:
+        if self._workers.settings.train.in_stages:
             _, verdict = self.verify_in_stages(group, both, numbers, is_fused=True)
         else:
             verdict = self.verify(group, both, numbers)
@@ -81,7 +69,7 @@ class ArrayVerifier:
 
     def _new_entry(self, settings: TrainSettings, like: TrialInit) -> TrialInit:
         sets = (like.components.train_set, like.components.test_set)
-        return TrialInit(settings, build_components(settings, self._device, sets))
+        return TrialInit(settings, build_components(settings, self._workers.device, sets))
 
     def verify(self, group: str, entries: Sequence[TrialInit], numbers: Sequence[int]) -> FusionReport:
         """The verification report of these trials: that of the group if all are verified.
@@ -91,7 +79,7 @@ class ArrayVerifier:
         known = self._verdicts.get(group)
         if not self._is_verification_due(known, numbers):
             return known or FusionReport()
-        verdict = self._verify_on_first(lambda: verify_entries(entries, self._workers.share, known))
+        verdict = self._verify_on_first(lambda: verify_entries(entries, self._workers.group.share, known))
         self._keep(group, verdict, known, numbers, len(entries))
         return verdict
 
@@ -104,14 +92,17 @@ class ArrayVerifier:
         """
         from plait.sweeping.engines.verified_stages import prepare_trials, verify_stages
 
-        known, layout = self._verdicts.get(group), layout_from(self._workers.first_rank, self._settings)
+        known, layout = (
+            self._verdicts.get(group),
+            layout_from(self._workers.group.first_rank, self._workers.settings),
+        )
         is_due = self._is_verification_due(known, numbers)
-        averaged = not self._workers.is_alone and averages(self._settings)
+        averaged = self._workers.averages
         planned = replace(layout, stages=self._stages.get(group, layout.stages))
-        if self._workers.is_first:
+        if self._workers.group.is_first:
             stages = prepare_trials(entries, planned, is_due, averaged)
-        layers = self._workers.from_first(lambda: stages.checked.fine)
-        if not self._workers.is_first:
+        layers = self._workers.group.from_first(lambda: stages.checked.fine)
+        if not self._workers.group.is_first:
             planned = replace(layout, stages=tuple(tuple(each) for each in layers))
             stages = prepare_trials(entries, planned, False, averaged)
         for warning in stages.checked.notes:
@@ -126,16 +117,16 @@ class ArrayVerifier:
 
     def _is_verification_due(self, known: FusionReport | None, numbers: Sequence[int]) -> bool:
         """Whether the trials `numbers` must be verified: each once, or every time it joins (`every_run`)."""
-        mode = self._settings.train.verify.start
+        mode = self._workers.settings.train.verify.start
         is_new = known is None or not self._verified.issuperset(numbers)
         return mode != "off" and (is_new or mode == "every_run")
 
     def _verify_on_first(self, verify: Callable[[], FusionReport]) -> FusionReport:
         """Verify on the first worker of the group; returns the report on all of its workers."""
-        if self._workers.is_alone:
+        if self._workers.group.is_alone:
             return verify()
         verdict: FusionReport = decode(
-            FusionReport, self._workers.from_first(lambda: encode(verify())), "verdict"
+            FusionReport, self._workers.group.from_first(lambda: encode(verify())), "verdict"
         )
         return verdict
 
@@ -148,12 +139,12 @@ class ArrayVerifier:
         trials: int,
     ) -> None:
         """Report a verdict and keep it for later arrays; NotFusedError if it is a refusal."""
-        if self._workers.is_first:
+        if self._workers.group.is_first:
             log_report(verdict, known.unfused if known is not None else {})
             log.info("verified %d fused trials in %.1f s", trials, verdict.seconds)
-        self._coordinator.ask(
+        self._workers.ask(
             ask="verified",
-            worker=self._worker.id,
+            worker=self._workers.worker.id,
             trials=trials,
             seconds=verdict.seconds,
             unfused=dict(verdict.unfused),

@@ -134,7 +134,7 @@ class StagedCandidate(ArrayCandidate):
             values |= self._run(number, fused, values, counts)
             fused.draws_before = fused.draws
         fused.draws_before = 0
-        outputs = traced.rebuild_output([values[name] for name in traced.outputs])
+        outputs = traced.rebuild_output(values)
         with padded_rows(fused, counts), self._entries[0].components.autocast():
             losses = self._losses(fused, trials, outputs, target, counts)
         return self._comparable(outputs, batch), losses

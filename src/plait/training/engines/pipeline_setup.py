@@ -20,12 +20,13 @@ from plait.data import loader
 from plait.data.call_model import as_arguments, explaining_type_errors
 from plait.launcher.run_dir import RunDir
 from plait.launcher.worker_process import Worker
-from plait.pipeline import executor as pipelines
 from plait.pipeline.cutting.trace_job import check_target
 from plait.pipeline.cutting.whole_modules import Stages
+from plait.pipeline.executor import PipelineExecutor
 from plait.pipeline.layout import PipelineLayout
-from plait.pipeline.loss_scale import LossScale
 from plait.pipeline.named_state import unsaved_state, whole_state
+from plait.pipeline.pipeline_parts import PipelineParts
+from plait.pipeline.updates.loss_scale import LossScale
 from plait.pipeline.verify.in_process import Choices
 from plait.pipeline.verify.optimizer_traits import objection_in_stages
 from plait.pipeline.verify.prepare import free_other_stages, prepare_layout, prepare_together
@@ -230,7 +231,7 @@ def open_pipeline(
     pipeline_layout: PipelineLayout,
     hosts: Sequence[str],
     group: WorkerGroup = ALONE,
-) -> tuple[Channels, pipelines.PipelineExecutor]:
+) -> tuple[Channels, PipelineExecutor]:
     """This worker's part of a pipeline, with the state of `components`; all workers call it together.
 
     The workers may be in several pipelines. They are those of `group` if it has links, else the world.
@@ -239,12 +240,12 @@ def open_pipeline(
     check_optimizer(settings, components, traced, pipeline_layout)
     links = group.links
     channels = link(worker, pipeline_layout, components.device) if links is None else links.channels
-    pipeline = pipelines.PipelineExecutor(
+    pipeline = PipelineExecutor(
         worker.rank,
         pipeline_layout,
         traced,
         channels,
-        pipelines.PipelineParts(
+        PipelineParts(
             components.loss,
             lambda parameters: build_optimizer(settings.optimizer, parameters, components.names),
             components.device,

@@ -20,7 +20,7 @@ from plait.core.errors import PeerError
 from plait.data.loader import Batch
 from plait.fusion.trials.partial_gradients import note_trials, trials_without_gradient
 from plait.launcher.worker_process import Worker
-from plait.pipeline.frozen import FrozenAtStart
+from plait.pipeline.updates.frozen import FrozenAtStart
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import read_topology_spec
 from plait.sync.allreduce.autotune import forget, resolve_topology

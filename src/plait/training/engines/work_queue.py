@@ -194,10 +194,6 @@ class WorkQueue:
         self._speed.end_segment(count * self._workers if self._left_at is None else self._left_at)
         return count
 
-    def stopped(self) -> bool:
-        """Whether a worker stopped it; called when all workers are done."""
-        return self._read_limit() is not None
-
     def store_keys(self) -> list[str]:
         """The keys in the store, to delete when no worker reads them any more."""
         names = ["/begun", "/limit", "/stop", "/ended", *(f"/left/{i + 1}" for i in range(self._asked))]

@@ -13,8 +13,8 @@ from plait.core.errors import LostPeer, PeerError
 from plait.pipeline.gradient_sync import GradientReducer
 from plait.pipeline.layout import PipelineLayout, oldest_needed, update_behind
 from plait.pipeline.microbatches import Work
-from plait.pipeline.tied_weights import TiedWeights
-from plait.pipeline.weight_stash import WeightVersions
+from plait.pipeline.updates.tied_weights import TiedWeights
+from plait.pipeline.updates.weight_stash import WeightVersions
 from plait.planner.schedules.operations import Backward, Forward, Update
 from plait.schema.topology_spec import TopologySpec
 

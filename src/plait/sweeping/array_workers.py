@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +17,7 @@ from plait.launcher.worker_process import Worker
 from plait.schema.settings import TrainSettings
 from plait.schema.topology_spec import build_topology
 from plait.sweeping.datasets import DataSets
-from plait.sweeping.engines.array_plans import layout_from
+from plait.sweeping.engines.array_plans import averages, layout_from
 from plait.sweeping.settings import SweepSettings
 from plait.sync.allreduce.reducers import Members
 from plait.training.worker_group import StageLinks, WorkerGroup
@@ -23,27 +25,56 @@ from plait.training.worker_group import StageLinks, WorkerGroup
 # The first member may wait for trials for any time; its loss is still detected at once.
 ANSWER_TIMEOUT = timedelta(days=365)
 
+log = logging.getLogger(__name__)
 
-class GroupClient:
-    """The coordinator's client of a group: its first member asks, and all members get the answer.
 
-    The coordinator reads no data: where it has to know a data set, the worker that asked describes it.
+@dataclass(frozen=True, eq=False)
+class ArrayWorkers:
+    """The workers that train arrays together, as this `worker` of them has them, and what they all know.
+
+    The first of its `group` asks the coordinator, and all get the answer. The coordinator reads no data:
+    where it has to know a data set, the worker that asked describes it.
     """
 
-    def __init__(self, workers: WorkerGroup, worker: Worker, sets: DataSets) -> None:
-        self._workers = workers
-        self._worker = worker
-        self._sets = sets
+    worker: Worker
+    group: WorkerGroup
+    settings: SweepSettings
+    sets: DataSets
+    device: torch.device
+    # The warnings given so far.
+    _warned: set[str] = field(default_factory=set)
 
     def ask(self, **question: Any) -> Mapping[str, Any]:
-        answer: Mapping[str, Any] = self._workers.from_first(lambda: self._asked(question))
+        """The answer to a question; all workers of the group call it together."""
+        answer: Mapping[str, Any] = self.group.from_first(lambda: self._asked(question))
         return answer
 
     def _asked(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
-        while "describe" in (answer := self._worker.ask(question)):
+        while "describe" in (answer := self.worker.ask(question)):
             settings = decode(TrainSettings, answer["describe"], "settings")
-            self._worker.ask({"ask": "data", **encode(self._sets.describe(settings))})
+            self.worker.ask({"ask": "data", **encode(self.sets.describe(settings))})
         return answer
+
+    def warn_once(self, message: str) -> None:
+        """Warn the user, once per message."""
+        if message not in self._warned and self.group.is_first:
+            self._warned.add(message)
+            log.warning("%s", message)
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether arrays are cut into the stages of a pipeline."""
+        return self.settings.train.in_stages
+
+    @property
+    def averages(self) -> bool:
+        """Whether the workers of the group update separately and average weights."""
+        return not self.group.is_alone and averages(self.settings)
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether they average gradients too, before the update."""
+        return self.averages and self.settings.train.sync.options.get("average") == "gradients"
 
 
 def check_worker_groups(settings: SweepSettings, workers: int) -> None:

@@ -22,7 +22,7 @@ from plait.core.errors import LostPeer, PeerError
 from plait.pipeline.gradient_sync import clip_stage
 from plait.pipeline.layout import PipelineLayout, version_of
 from plait.pipeline.microbatches import Work
-from plait.pipeline.weight_stash import WeightVersions
+from plait.pipeline.updates.weight_stash import WeightVersions
 from plait.planner.schedules.operations import Forward, Update
 
 

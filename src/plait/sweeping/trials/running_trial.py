@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from plait.core.codec import encode
-from plait.core.files import write_atomic
-from plait.launcher.run_dir import RunDir
-from plait.training import checkpoint as checkpoints
+from plait.core.codec import finite, finite_numbers
 from plait.training.checkpoint import EngineState
 from plait.training.trial import Trial, present_steps
 
 # How many points a learning curve has at most.
 POINTS = 200
-
-
-def trial_folder(folder: RunDir, trial: int) -> RunDir:
-    """The folder of one trial: that of an ordinary run, below the sweep's."""
-    return RunDir(folder.path / "trials" / f"{trial:04d}")
-
-
-def failure_file(folder: RunDir, trial: int) -> Path:
-    """Where the error of a trial that failed is kept, with its frames."""
-    return folder.path / "failures" / f"trial-{trial:04d}.txt"
 
 
 @dataclass(kw_only=True)
@@ -108,6 +93,11 @@ class RunningTrial(Trial):
         self.train_loss = mean
         return mean
 
+    def result(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """What it is compared by, for the coordinator, if an evaluation has given these metrics."""
+        loss = self.latest_loss
+        return {"metrics": finite_numbers(metrics), "train_loss": None if loss is None else finite(loss)}
+
     def load(self, step: int, progress: Mapping[str, Any]) -> None:
         super().load(step, progress)
         self.loss_sum, self.loss_steps = progress["loss_sum"], progress["loss_steps"]
@@ -123,30 +113,3 @@ class RunningTrial(Trial):
             "loss_steps": self.loss_steps,
             "train_loss": self.train_loss,
         }
-
-
-def save_trial(folder: RunDir, trial: RunningTrial, state: EngineState) -> bool:
-    """Write the trial's checkpoint into its folder, which is that of an ordinary run; older ones go.
-
-    False where its state holds values that are no numbers: then the checkpoint before stays.
-    """
-    if state.find_broken(trial.weights) is not None:
-        return False
-    paths = trial_folder(folder, trial.number)
-    write_atomic(paths.settings, json.dumps(encode(trial.settings), indent=1))
-    progress = trial.saved(state)
-    saved = checkpoints.Checkpoint(trial.step, state.model, state.optimizer, progress, state.sync)
-    save_state(folder, trial.number, saved)
-    return True
-
-
-def save_state(folder: RunDir, trial: int, state: checkpoints.Checkpoint) -> None:
-    """Make `state` the one checkpoint of a trial."""
-    paths = trial_folder(folder, trial)
-    checkpoints.save(paths.checkpoints, state)
-    checkpoints.prune(paths.checkpoints, state.step, keep_last=1, best=None)
-
-
-def newest(folder: RunDir, trial: int) -> checkpoints.Checkpoint | None:
-    """The newest whole checkpoint of a trial; what is damaged is passed over."""
-    return checkpoints.newest(trial_folder(folder, trial).checkpoints, checkpoints.load)

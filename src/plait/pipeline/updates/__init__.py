@@ -1,0 +1,1 @@
+"""Updates of the weights of stages: their versions, loss scales, tied and frozen weights."""
