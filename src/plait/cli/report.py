@@ -122,7 +122,8 @@ def _write_list(
             recorded = read_run(Path(row["run"]))
             if not recorded.events:
                 raise InputError("it has no events")
-            runs.append(compared(name, state, recorded, _settings(RunDir(Path(row["run"])))))
+            settings = _settings(RunDir(Path(row["run"])))
+            runs.append(compared(name, state, recorded, settings, row.get("progress")))
         except (PlaitError, OSError) as problem:
             runs.append(ComparedRun(name, state, problem=str(problem)))
     write_output(page, make_runs_page(path.absolute().name, runs, len(rows) - len(runs)))

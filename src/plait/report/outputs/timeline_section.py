@@ -58,7 +58,8 @@ def _key(data: RunData, line: Timeline) -> str:
             ("receive", "idle: receiving (low bars)"),
         ]
     has_waits = bool(line.idle_s.size) or (line.causes > BETWEEN).any()
-    others = [("other", "evaluation, checkpoint"), ("idle", "idle: between steps" if has_waits else "idle")]
+    idle = "idle: between steps" if has_waits else "idle"
+    others = [("other", "evaluation, checkpoint, audit"), ("idle", idle)]
     if has_waits and not line.idle_s.size:
         others.insert(0, ("wait", "idle: waiting for others"))
     keys = "".join(f'<span class="key {name}">{text}</span>' for name, text in computing + others)
@@ -131,7 +132,7 @@ def timeline_data(data: RunData, line: Timeline) -> dict[str, Any]:
         "windows": [[start, min(end, line.end_s + 1.0)] for start, end in line.windows],
         "buckets": line.overview.shape[2],
         "overview": _packed(np.rint(line.overview * 255), np.uint8),
-        "groups": ["forward", "backward", "update", "evaluation or checkpoint", "computing", "waiting"],
+        "groups": ["forward", "backward", "update", "evaluation, saving, audit", "computing", "waiting"],
         "labels": LABELS,
         "causes": CAUSES,
         "receiving": RECEIVING,
@@ -173,6 +174,8 @@ def _idle_table(line: Timeline) -> str:
         return ""
     used = [number for number in range(len(CAUSES)) if line.idle_s[:, number].any()]
     rows = [["computing", *(show_seconds(float(busy)) for busy in line.busy_s)]]
+    if line.other_s.any():
+        rows.append(["evaluating, saving, auditing", *(show_seconds(float(s)) for s in line.other_s)])
     rows += [[CAUSES[each], *(show_seconds(float(s)) for s in line.idle_s[:, each])] for each in used]
     head = ["", *(f"worker {worker}" for worker in line.workers)]
     return "<h3>Where the time went</h3>" + table(head, rows, words=(0,))
