@@ -37,7 +37,7 @@ WINDOWS = 12
 MOST_BUCKETS = 1 << 18
 FEWEST_BUCKETS, MOST_BUCKETS_OF_WORKER = 1 << 10, 1 << 13
 MOST_ANCHORS = 20_000
-# Work that has no microbatch: E evaluation, C checkpoint, A audit, S steps of which only the whole is recorded,
+# Work that has no microbatch: E evaluation, C checkpoint, A audit, S steps recorded as a whole only,
 # and P an interval in which a worker computed for a share of the time; w is waiting for others.
 _LETTERS = {Evaluated: "E", CheckpointSaved: "C", Audited: "A"}
 OVERVIEW = ("F", "BIW", "U", "ECA", "SP", "w")
