@@ -69,7 +69,7 @@ def report(
         try:
             folder = find_run(run, run_dir)
         except InputError as error:
-            if Path(run).is_dir():
+            if run and Path(run).is_dir():
                 raise InputError(f"{error}, and no run below {run}/ to list") from None
             raise
         if png is not None:

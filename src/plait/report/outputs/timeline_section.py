@@ -68,16 +68,20 @@ def _key(data: RunData, line: Timeline) -> str:
 
 
 def _explanation(data: RunData, line: Timeline) -> str:
-    parts = ["Drag to move, pinch or Ctrl and the wheel to zoom, arrow keys and + and - after a click."]
+    parts = [
+        "Drag to move, pinch or Ctrl and the wheel to zoom, arrow keys and + and - after a click. "
+        "From afar, the height of a colour is its share of the time;"
+    ]
     if not line.idle_s.size:
         parts.append(
-            "This run recorded whole steps, not single operations: only pipelines (parallel.plan) record "
-            "each forward, backward and update. monitor: [noise-scale] in the job records the seconds of "
-            "each worker."
+            "nearer, each bar is an interval of steps. Only pipelines (parallel.plan) record each forward, "
+            "backward and update."
         )
+        if not (line.causes > BETWEEN).any():
+            parts.append("With monitor: [noise-scale] in the job, a bar shows how long each worker waited.")
         return " ".join(parts)
     parts.append(
-        "From afar, the height of a colour is its share of the time; nearer, each operation is a bar, with a "
+        "nearer, each operation is a bar, with a "
         "colour for each microbatch, forward light and backward dark. "
         "An operation begins when its input has arrived. Receiving, as idle time, is the "
         "time from the end of the operation that sent an input to the start of the one that needs it, as far "
