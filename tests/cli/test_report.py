@@ -44,6 +44,67 @@ def test_idle_time_is_explained_by_the_operation_that_sent_the_input(run: Path):
     assert line.anchors == pytest.approx(10.0 * np.arange(STEPS))
 
 
+def test_a_sender_that_is_busy_after_its_message_has_left_is_waited_for(tmp_path: Path):
+    start = run_events.RunStarted("two", "m:f", 100, 2, "cpu", "float32", 640, 64, 2, 0, 0, "2.13")
+    for stage, (begin, end) in enumerate([(0.0, 1.0), (0.6, 0.8)]):
+        times = [tuple(T0 + 10 * step + each for step in range(2)) for each in (begin, end)]
+        own = run_events.Operations(2, "FF", (stage,) * 2, (0, 0), *times)
+        record(tmp_path, stage, [(T0, start), (T0 + 11, own)] if stage == 0 else [(T0 + 11, own)])
+    line = make_timeline(read_run(tmp_path), None)
+    assert line is not None
+    assert line.idle_s[1][[FORWARD, RECEIVING]] == pytest.approx([9.8, 0.0])
+
+
+def test_audits_are_shown_as_such_and_not_as_idle_time(run: Path):
+    with (run / "events" / "rank0.jsonl").open("a") as file:
+        audit = {"step": 1, "seconds": 0.8, "largest": 0.0, "differences": []}
+        file.write(json.dumps({"t": T0 + 9.7, "rank": 0, "kind": "audited", **audit}) + "\n")
+    line = make_timeline(read_run(run), None)
+    assert line is not None
+    assert line.other_s == pytest.approx([0.5 + 0.8, 0.5 + 0.8])
+    assert line.idle_s[0][BETWEEN] == pytest.approx(19 * 1.3 - 0.5 - 0.8)
+    plait("report", str(run), "-o", "page.html")
+    assert ">evaluating, saving, auditing</td><td>1.3 s</td>" in Path("page.html").read_text()
+
+
+def test_a_run_whose_workers_and_batches_change_has_the_numbers_of_its_workers_and_its_last_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+
+    def signals(number: int, *work_s: float) -> run_events.Signals:
+        batch = (64, 1.0, len(work_s), "all-reduce", "ring")
+        return run_events.Signals(number, 1.0, *batch, step_s=2.0, work_s=work_s)
+
+    start = run_events.RunStarted("d", "m:f", 100, 3, "cpu", "float32", 640, 64, 100, 0, 0, "2.13")
+    lost = run_events.WorkersChanged(5, 2, (0, 2), (), (), (1,), 1.5, "supervisor", "it was killed")
+    change = run_events.Changed(6, "BatchSizeChange", {"batch_size": 128, "lr_factor": 4 / 3}, "p", "why")
+    events: list[tuple[float, Event]] = [
+        (T0, start),
+        (T0 + 10, run_events.Step(5, 0, 1.0, 0.1, 320, 10.0)),
+        (T0 + 10, signals(4, 1.0, 2.0, 1.5)),
+        (T0 + 12, lost),
+        (T0 + 13, change),
+        (T0 + 23, run_events.Step(10, 0, 1.0, 0.1, 320, 10.0)),
+        (T0 + 23, signals(9, 1.0, 0.5)),
+    ]
+    record(tmp_path / "d", 0, events)
+    progress = {"step": 10, "steps": 60}
+    (tmp_path / "d" / "status.json").write_text(json.dumps({**STATUS, "progress": progress}))
+    plait("report", "d")
+    page = Path("d.report.html").read_text()
+    assert "<dt>steps</dt><dd>10 of 60</dd>" in page
+    assert f"<dt>idle</dt><dd>{1 - 6 / 10:.0%} of the workers" in page
+    assert "batch size 128, lr factor 1.333" in page
+    work = page.partition("seconds of work in a step")[2].partition("</figure>")[0]
+    assert re.findall('data-name="(.*?)"', work) == ["worker 2", "worker 1", "worker 0"]
+    line = make_timeline(read_run(tmp_path / "d"), None)
+    assert line is not None
+    # Of the steps of an interval one was measured.
+    computed = [float((line.ops.ends - line.ops.starts)[line.ops.workers == each].sum()) for each in range(3)]
+    assert computed == pytest.approx([5.0 + 5.0, 10.0, 7.5 + 2.5])
+
+
 def test_a_long_run_keeps_single_operations_in_windows_and_all_of_them_in_the_overview(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -74,7 +135,7 @@ def test_the_page_has_all_of_a_run_within_it(run: Path):
     for words in (
         "20 of 20",
         "test accuracy",
-        "Topology: topology &#x27;ring&#x27;",
+        '<td class="words">topology ring</td>',
         "a link is slow &lt;script&gt;",
         "lost worker 2",
         "it was killed",
@@ -184,7 +245,7 @@ def test_a_folder_of_runs_is_listed_and_those_that_are_chosen_are_compared(
     for name, rate in (("a", 0.1), ("b", 0.2), ("c", 0.1)):
         shutil.copytree(run, tmp_path / "all" / name)
         (tmp_path / "all" / name / "job.yaml").write_text(
-            f"name: {name}\noptimizer: {{lr: {rate}}}\nsteps: 20\n"
+            f"name: {name}\noptimizer: {{lr: {rate}}}\nsteps: 20\nadapt: {[{'kind': name * 150}]}\n"
         )
     (tmp_path / "all" / "hurt").mkdir()
     (tmp_path / "all" / "hurt" / "status.json").write_text("{<")
@@ -206,7 +267,11 @@ def test_a_folder_of_runs_is_listed_and_those_that_are_chosen_are_compared(
             browser.click(f"input[aria-label='compare {name}']")
     browser.wait("document.querySelectorAll('#compared polyline').length === 2 * 4")
     assert sorted(browser.value(texts.format("#compared .legend span"))) == ["a", "b"]
-    assert sorted(browser.value(texts.format("#compared td"))) == ["0.1", "0.2", "optimizer.lr"]
+    cells = sorted(browser.value(texts.format("#compared td")))
+    assert (cells[:2], cells[-2:]) == (["0.1", "0.2"], ["adapt", "optimizer.lr"])
+    # Long settings wrap.
+    scroll = "document.querySelector('#compared .scroll')"
+    assert browser.value(f"{scroll}.scrollWidth === {scroll}.clientWidth")
     assert browser.errors() == []
     with pytest.raises(
         InputError, match="a folder of runs, expected one run; name one of them, such as all/"

@@ -34,7 +34,7 @@ PROGRESS: dict[str, Any] = {
     "memory_bytes": 512_000_000,
     "stages": [[0], [1]],
     "pipelines": 1,
-    "change": "step 30: BatchSize: batch_size 128 (\x1b[2Jnoise\nscale)",
+    "change": "step 30: batch size 128 (\x1b[2Jnoise\nscale)",
 }
 HIDE, SHOW = b"\x1b[?25l", b"\x1b[?25h"
 
@@ -102,7 +102,7 @@ def test_a_live_view_shows_the_run_and_leaves_the_terminal_as_it_was(
         "step 40/120  loss 0.41  5,120 samples/s  2.1 s left",
         "2 workers on localhost  12% idle  512 MB a worker",
         "2 stages on workers 0 | 1",
-        "last change: step 30: BatchSize: batch_size 128 (\\x1b[2Jnoise scale)",
+        "last change: step 30: batch size 128 (\\x1b[2Jnoise scale)",
         "a line of a worker [bold]",
     ):
         assert text.encode() in written
@@ -172,7 +172,7 @@ def test_progress_has_the_idle_share_and_the_last_change_of_a_run():
     signals = Signals(1, 0.5, 8, 1.0, 2, "all-reduce", "ring", step_s=0.2, work_s=(0.1, 0.2))
     assert progress_of(signals) == {"idle_share": 0.25}
     change = Changed(5, "BatchSizeChange", {"batch_size": 64}, "policy", "it grew")
-    assert progress_of(change) == {"change": "step 5: BatchSize: batch_size 64 (policy: it grew)"}
+    assert progress_of(change) == {"change": "step 5: batch size 64 (policy: it grew)"}
     lost = WorkersChanged(5, 2, (0,), (), (), (1,), 0.5, "supervisor", "worker 1 was lost")
     text = "step 5: 1 worker (version 2) (supervisor: worker 1 was lost; paused 500 ms)"
     assert progress_of(lost) == {"change": text}

@@ -115,6 +115,26 @@ def test_a_lost_worker_is_left_out_at_once_and_replaced_when_another_is_ready():
     assert published.members == (0, 2, 3)
 
 
+def test_only_what_makes_up_for_a_loss_is_in_the_place_of_lost_workers():
+    roster = roster_of(2)
+    roster.on_gone(1, "ended by SIGKILL")
+    assert roster.next_steps().publish is not None
+    join(roster)
+    reasons = []
+    for request in (ControlRequest(), ControlRequest(3), ControlRequest(4, by="a person", why="room")):
+        roster.apply(request)
+        get_ready(roster)
+        published = roster.next_steps().publish
+        assert published is not None
+        reasons.append((published.by, published.why))
+        join(roster)
+    assert reasons == [
+        ("launch", "in the place of lost workers"),
+        ("resize", ""),
+        ("a person", "room"),
+    ]
+
+
 def test_where_no_host_takes_more_workers_nobody_is_started_for_one_that_is_lost():
     roster = Roster((Host("here", 3),), [0], ElasticRules())
     join(roster)

@@ -8,7 +8,7 @@ from typing import Any
 from plait.core import run_events
 from plait.core.codec import decode
 from plait.core.events import Event
-from plait.core.shown import listed, shortened, shown
+from plait.core.shown import listed, printable, shortened, shown
 from plait.core.units import count_of, show_seconds
 from plait.schema.plans.plan import Plan
 
@@ -23,8 +23,7 @@ def describe_change(event: Event) -> tuple[int | None, str, str] | None:
             if event.kind_of_change == "PlanChange":
                 change = {"stages": [len(stage["layers"]) for stage in change["plan"]["stages"]]}
             trial = "" if event.trial is None else f"trial {event.trial}: "
-            kind = event.kind_of_change.removesuffix("Change")
-            return event.step, f"{trial}{kind}: {_values(change)}", _asked(event)
+            return event.step, f"{trial}{_values(change)}", _asked(event)
         case run_events.WorkersChanged():
             what = f"{count_of(len(event.members), 'worker')} (version {event.version})"
             return event.step, what, f"{_asked(event)}; paused {show_seconds(event.seconds)}"
@@ -44,7 +43,14 @@ def _asked(event: run_events.Changed | run_events.WorkersChanged) -> str:
 
 
 def _values(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {shown(value)}" for key, value in values.items())
+    known = {key.replace("_", " "): value for key, value in values.items() if value != {}}
+    return ", ".join(f"{key} {_value(value)}" for key, value in known.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return printable(value)
+    return f"{value:.4g}" if isinstance(value, float) else shown(value)
 
 
 def progress_of(event: Event) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def report(
         try:
             folder = find_run(run, run_dir)
         except InputError as error:
-            if Path(run).is_dir():
+            if run and Path(run).is_dir():
                 raise InputError(f"{error}, and no run below {run}/ to list") from None
             raise
         if png is not None:
@@ -120,7 +120,8 @@ def _write_list(
             recorded = read_run(Path(row["run"]))
             if not recorded.events:
                 raise InputError("it has no events")
-            runs.append(compared(name, state, recorded, _settings(RunDir(Path(row["run"])))))
+            settings = _settings(RunDir(Path(row["run"])))
+            runs.append(compared(name, state, recorded, settings, row.get("progress")))
         except (PlaitError, OSError) as problem:
             runs.append(ComparedRun(name, state, problem=str(problem)))
     write_output(page, make_runs_page(path.absolute().name, runs, len(rows) - len(runs)))

@@ -144,7 +144,7 @@ def resize(
     if_version: Annotated[
         int | None, typer.Option(help="Only if it has not changed since this version.")
     ] = None,
-    why: Annotated[str, typer.Option(help="The reason, for the run's record.")] = "",
+    why: Annotated[str, typer.Option(help="The reason, for the run's record.")] = "plait resize",
     wait: Annotated[float, typer.Option(help="Seconds to wait until all take part; 0: do not.")] = 120.0,
     run_dir: RunsFolder = Path("runs"),
     json_: JsonFlag = False,

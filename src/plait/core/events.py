@@ -187,4 +187,6 @@ def _parse(line: bytes, where: str) -> EventLine:
         return EventLine(t, rank, kind, data, where)
     except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
         text = shown(line[:100].decode(errors="replace").strip())
-        raise ArtefactError(f"{where}: found {text}, expected an event") from None
+        raise ArtefactError(
+            f"{where}: found {text}, expected an event; delete that line to read the rest"
+        ) from None

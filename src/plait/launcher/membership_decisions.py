@@ -113,6 +113,8 @@ class Roster:
         self.target = WorkerTarget(len(self._entries))
         self.membership = self._membership(1, tuple(self._entries), "launch", "")
         self._lost: list[int] = []
+        # The version of the target at the last loss.
+        self._lost_at = 0
         self._fresh_losses: list[tuple[int, str]] = []
         self._joined: set[int] = set()
         self._shown_version = 1
@@ -327,6 +329,7 @@ class Roster:
         losses, self._fresh_losses = self._fresh_losses, []
         self._losses_at_step += len(losses)
         self._lost += [worker for worker, _ in losses]
+        self._lost_at = self.target.version
         reasons = ", ".join(f"worker {worker} {why}" for worker, why in losses)
         rest = tuple(m for m in self.membership.members if self._is(m, _Stage.MEMBER))
         if not self._holders & set(rest):
@@ -367,7 +370,7 @@ class Roster:
             return NextSteps()
         for worker in ready:
             self._entries[worker].stage = _Stage.MEMBER
-        is_replaced = len(chosen) > len(members) and bool(self._lost)
+        is_replaced = len(chosen) > len(members) and self._lost_at == self.target.version
         why = self.target.why or ("in the place of lost workers" if is_replaced else "")
         return NextSteps(publish=self._publish(chosen, self.target.by, why))
 

@@ -11,7 +11,7 @@ from plait.core import run_events
 from plait.core.units import show_seconds
 from plait.report.curves import Points, curves_of, decimated, points_of
 from plait.report.record import RunRecorded
-from plait.report.run_data import last_workers
+from plait.report.run_data import last_workers, show_steps
 from plait.report.trials import trials_of
 from plait.schema.results import show_metric
 
@@ -37,14 +37,19 @@ class ComparedRun:
     problem: str = ""
 
 
-def compared(name: str, state: str, recorded: RunRecorded, settings: Mapping[str, Any]) -> ComparedRun:
-    """What a list says of a run, by its events and the settings of its job."""
+def compared(
+    name: str,
+    state: str,
+    recorded: RunRecorded,
+    settings: Mapping[str, Any],
+    progress: Mapping[str, Any] | None = None,
+) -> ComparedRun:
+    """What a list says of a run, by its events, the settings of its job and the progress in its status."""
     events = [each.event for each in recorded.events]
     curves, steps, workers = curves_of(recorded.events), "-", "-"
     for event in events:
         if isinstance(event, run_events.RunStarted):
-            done = max((int(points[-1][0]) for points in curves.values()), default=event.step)
-            steps = f"{done:,}" if event.steps is None else f"{done:,} of {event.steps:,}"
+            steps = show_steps(event, curves, progress or {})
             workers = str(last_workers(recorded.events, event.workers))
         elif isinstance(event, run_events.SweepStarted):
             trials = trials_of(recorded.events)

@@ -65,9 +65,26 @@ def decimated(points: Points, most: int = 1200) -> Points:
 
 def work_of(events: Sequence[Recorded]) -> dict[str, Points]:
     """By worker, the seconds of a step until its gradients were there, if monitors recorded them."""
-    curves: dict[str, Points] = {}
+    curves: dict[int, Points] = {}
+    members: Sequence[int] = ()
     for each in events:
-        if isinstance(each.event, run_events.Signals):
-            for worker, seconds in enumerate(each.event.work_s):
-                curves.setdefault(f"worker {worker}", []).append((each.event.step, seconds))
-    return curves
+        event = each.event
+        if isinstance(event, run_events.RunStarted):
+            members = range(event.workers)
+        elif isinstance(event, run_events.WorkersChanged):
+            members = event.members
+        elif isinstance(event, run_events.Signals) and len(event.work_s) == len(members):
+            for worker, seconds in zip(members, event.work_s):
+                curves.setdefault(worker, []).append((event.step, seconds))
+    return {f"worker {worker}": points for worker, points in sorted(curves.items())}
+
+
+def idle_share_of(events: Sequence[Recorded]) -> float | None:
+    """The share of the workers' time within steps that they did not work, if monitors recorded it."""
+    work_s = step_s = 0.0
+    for each in events:
+        event = each.event
+        if isinstance(event, run_events.Signals) and event.step_s:
+            work_s += sum(min(seconds, event.step_s) for seconds in event.work_s)
+            step_s += len(event.work_s) * event.step_s
+    return 1 - work_s / step_s if step_s else None

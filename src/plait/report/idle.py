@@ -12,7 +12,7 @@ from plait.schema.plans.plan import Layout
 
 # Why a worker was idle before an operation, as codes.
 CAUSES = (
-    "between steps: loading data, evaluating, saving, not running",
+    "between steps: loading data, preparing, not running",
     "waiting for the forward of the stage before",
     "waiting for the backward of the stage behind",
     "receiving",
@@ -37,13 +37,13 @@ def explain(ops: OpArrays, layouts: Sequence[Layout]) -> tuple[Ints, Floats]:
 
     The sender of a forward's input is the forward of the same microbatch in the stage before, that of a
     backward's gradient its backward in the stage behind, in the same pipeline (one of
-    `layouts`): the latest that had ended.
+    `layouts`): the latest that had begun. A sender may be busy for a while after its message has left.
     """
     last = int(ops.stages.max(initial=0))
     forward, backward = ops.letters == ord("F"), np.isin(ops.letters, (ord("B"), ord("I")))
     causes = np.full(len(ops), OTHER)
     causes[forward & (ops.stages == 0)] = BETWEEN
-    causes[np.isin(ops.letters, [ord(letter) for letter in "ECSP"])] = BETWEEN
+    causes[np.isin(ops.letters, [ord(letter) for letter in "ECASP"])] = BETWEEN
     causes[_after_a_share(ops)] = PEERS
     receiving = (forward & (ops.stages > 0)) | (backward & (ops.stages < last))
     causes[forward & (ops.stages > 0)] = FORWARD
@@ -56,9 +56,11 @@ def explain(ops: OpArrays, layouts: Sequence[Layout]) -> tuple[Ints, Floats]:
     microbatch = pipelines * (ops.microbatches.max(initial=0) + 1) + ops.microbatches
     key = 2 * (last + 1) * microbatch + forward
     sent, asked = key + 2 * ops.stages, key + 2 * stage
-    left = _latest(sent[sends], ops.ends[sends], asked[receiving], ops.starts[receiving])
+    starts = ops.starts[receiving]
+    sender = _latest(sent[sends], ops.starts[sends], asked[receiving], starts)
+    left = np.append(ops.ends[sends], np.inf)[sender]
     received = np.zeros(len(ops))
-    received[receiving] = np.where(np.isnan(left), 0.0, ops.starts[receiving] - left)
+    received[receiving] = starts - np.minimum(left, starts)
     return causes, received
 
 
@@ -74,16 +76,17 @@ def _after_a_share(ops: OpArrays) -> npt.NDArray[np.bool_]:
     return after
 
 
-def _latest(keys: Ints, times: Floats, asked: Ints, until: Floats) -> Floats:
-    """For each key asked for, the latest of `times` with that key that is not after `until`; else NaN."""
+def _latest(keys: Ints, times: Floats, asked: Ints, until: Floats) -> Ints:
+    """For each key asked for, the index of the latest of `times` with it, not after `until`; -1 for none."""
+    none = np.full(len(asked), -1)
     if not len(keys) or not len(asked):
-        return np.full(len(asked), np.nan)
+        return none
     numbers = np.concatenate([keys, asked])
     span = int(max(times.max(), until.max()) * 1e6) + 2
     if (int(numbers.max()) + 1) * span > 1 << 62:
         _, numbers = np.unique(numbers, return_inverse=True)
     if (int(numbers.max()) + 1) * span > 1 << 62:  # a run of years
-        return np.full(len(asked), np.nan)
+        return none
     # Times may be off by a microsecond of rounding.
     known = numbers[: len(keys)] * span + np.maximum(0, (times * 1e6)).astype(np.int64)
     wanted = numbers[len(keys) :] * span + np.maximum(0, (until * 1e6)).astype(np.int64) + 1
@@ -91,7 +94,7 @@ def _latest(keys: Ints, times: Floats, asked: Ints, until: Floats) -> Floats:
     place = np.searchsorted(known[order], wanted, side="right") - 1
     match = order[np.maximum(place, 0)]
     same = (place >= 0) & (keys[match] == asked)
-    return np.where(same, np.minimum(times[match], until), np.nan)
+    return np.where(same, match, -1)
 
 
 def idle_seconds(

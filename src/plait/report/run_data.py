@@ -16,7 +16,7 @@ from plait.core.shown import listed
 from plait.core.units import count_of, show_bytes, show_rate, show_seconds
 from plait.launcher.run_dir import GOING_ON
 from plait.report.arrays import MessageArrays, OpArrays
-from plait.report.curves import Points, curves_of, work_of
+from plait.report.curves import Points, curves_of, idle_share_of, work_of
 from plait.report.occurrences import Occurrence, changes_of, faults_of
 from plait.report.record import RunRecorded
 from plait.report.replicas import ReplicaRow, distances_of, replicas_of
@@ -85,12 +85,14 @@ def make_data(
     stages = _stages(recorded, plan)
     replicas, trials = replicas_of(events), trials_of(events)
     metrics = [each.event.metric for each in events if isinstance(each.event, run_events.SweepStarted)]
-    left = (progress or {}) if state in GOING_ON else {}
     return RunData(
         name,
         state,
         cause,
-        (*_facts(events, timeline, plan, curves, replicas, trials, left), *_left_out(recorded)),
+        (
+            *_facts(events, timeline, plan, curves, replicas, trials, state, progress or {}),
+            *_left_out(recorded),
+        ),
         curves,
         work_of(events),
         timeline,
@@ -126,12 +128,12 @@ def _facts(
     curves: Mapping[str, Points],
     replicas: Sequence[ReplicaRow],
     trials: Sequence[TrialRow],
+    state: str,
     progress: Mapping[str, Any],
 ) -> Iterable[tuple[str, str]]:
     """The lines of the summary."""
     for start in _of_kind(events, run_events.RunStarted)[-1:]:
-        done = max((int(points[-1][0]) for points in curves.values()), default=start.step)
-        yield "steps", f"{done:,}" if start.steps is None else f"{done:,} of {start.steps:,}"
+        yield "steps", show_steps(start, curves, progress)
         yield "model", f"{start.model}, {start.parameters:,} parameters, {start.precision}"
         workers = last_workers(events, start.workers)
         before = f" ({start.workers} at first)" if start.workers != workers else ""
@@ -150,7 +152,7 @@ def _facts(
         yield "total time", show_seconds(sweep_end.seconds)
     if ends:
         yield "total time", show_seconds(sum(end.seconds for end in ends))
-    elif isinstance(progress.get("left_s"), (int, float)):
+    elif state in GOING_ON and isinstance(progress.get("left_s"), (int, float)):
         yield "time left", show_seconds(progress["left_s"])
     if timeline is not None and timeline.idle_share is not None:
         planned = f" (predicted {plan.idle_share:.0%})" if plan is not None else ""
@@ -158,6 +160,8 @@ def _facts(
     if replicas:
         waited = statistics.mean(row.wait_share for row in replicas)
         yield "idle", f"{waited:.0%} of the workers' time, waiting for others and averaging"
+    elif (share := idle_share_of(events)) is not None:
+        yield "idle", f"{share:.0%} of the workers' time within steps, waiting for others and summing"
     if timeline is not None and plan is not None and len(timeline.anchors) > 1 and plan.schedule.synchronous:
         step_s = statistics.median(np.diff(timeline.anchors).tolist())
         yield "a step", f"{show_seconds(step_s)} (median), {show_seconds(plan.step_s)} predicted"
@@ -165,6 +169,15 @@ def _facts(
         yield "memory", f"{show_bytes(ends[-1].memory_bytes)} at most on the worker that kept the record"
     for check in _of_kind(events, run_events.Audited)[-1:]:
         yield "audited", f"largest difference to plain PyTorch {check.largest:.1g} (step {check.step})"
+
+
+def show_steps(
+    start: run_events.RunStarted, curves: Mapping[str, Points], progress: Mapping[str, Any]
+) -> str:
+    """How many steps a run has taken, of how many; a batch size that changes also changes their number."""
+    done = max((int(points[-1][0]) for points in curves.values()), default=start.step)
+    total = progress.get("steps", start.steps)
+    return f"{done:,} of {total:,}" if isinstance(total, int) else f"{done:,}"
 
 
 def _left_out(recorded: RunRecorded) -> Iterable[tuple[str, str]]:

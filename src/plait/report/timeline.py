@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from plait.core.codec import encode
 from plait.core.run_events import (
+    Audited,
     CheckpointSaved,
     Evaluated,
     Pace,
@@ -36,9 +37,10 @@ WINDOWS = 12
 MOST_BUCKETS = 1 << 18
 FEWEST_BUCKETS, MOST_BUCKETS_OF_WORKER = 1 << 10, 1 << 13
 MOST_ANCHORS = 20_000
-# Work that has no microbatch: E evaluation, C checkpoint, S steps of which only the whole is recorded, and
-# P an interval in which a worker that averages computed for a share of the time; w is waiting for others.
-OVERVIEW = ("F", "BIW", "U", "EC", "SP", "w")
+# Work that has no microbatch: E evaluation, C checkpoint, A audit, S steps recorded as a whole only,
+# and P an interval in which a worker computed for a share of the time; w is waiting for others.
+_LETTERS = {Evaluated: "E", CheckpointSaved: "C", Audited: "A"}
+OVERVIEW = ("F", "BIW", "U", "ECA", "SP", "w")
 LABELS = {
     "F": "forward",
     "B": "backward",
@@ -47,6 +49,7 @@ LABELS = {
     "U": "update",
     "E": "evaluation",
     "C": "checkpoint",
+    "A": "audit",
     "S": "steps",
     "P": "computing (share of an interval)",
 }
@@ -59,7 +62,8 @@ class Timeline:
     `ops` and `messages` are those kept one by one, within `windows`; `causes` says why the worker was idle
     before each operation, and `received_s` how long before its start the input had left its sender (0 if not
     known). `overview` has for each worker and bucket the share of time in each group of `OVERVIEW`. `idle_s`
-    is summed over all operations, by worker and cause. `anchors` are when a pipeline began to fill;
+    is summed over all operations, by worker and cause, `other_s` over evaluations, checkpoints and audits.
+    `anchors` are when a pipeline began to fill;
     `predicted` has times from there.
     """
 
@@ -74,6 +78,7 @@ class Timeline:
     overview: Floats
     idle_s: Floats
     busy_s: Floats
+    other_s: Floats
     total: int
     anchors: Floats
     predicted: OpArrays
@@ -112,7 +117,8 @@ def make_timeline(recorded: RunRecorded, plan: Plan | None) -> Timeline | None:
         windows,
         _overview(OpArrays.joined([ops, _waits(ops, gaps, causes)]), workers, end_s),
         idle_seconds(ops, workers, gaps, causes, received),
-        np.array([_busy(ops, worker) for worker in workers]),
+        np.array([_seconds(ops, worker, "FBIWU") for worker in workers]),
+        np.array([_seconds(ops, worker, "ECA") for worker in workers]),
         len(ops),
         ops.starts[is_first][:MOST_ANCHORS],
         _predicted(plan),
@@ -128,33 +134,39 @@ def _waits(ops: OpArrays, gaps: Floats, causes: Ints) -> OpArrays:
 
 
 def _intervals(recorded: RunRecorded, with_steps: bool) -> OpArrays:
-    """Evaluations, checkpoints and, if no operations were recorded, the intervals of steps.
+    """Evaluations, checkpoints, audits and, if no operations were recorded, the intervals of steps.
 
-    All workers take part in them; the first one records them. Each worker that averages
-    records its intervals. Of a step whose work was measured (`signals`) each has the share that it computed.
+    All workers take part in them; the first one records them. Each worker that averages records its
+    intervals. Where the work of some steps of an interval was measured (`signals`), each worker has the
+    share that it computed in them.
     """
     stages = [int(each) for each in np.unique(recorded.ops.workers)]
     rows: list[tuple[int, int, int, int, float, float]] = []
     has_pace = any(isinstance(each.event, Pace) for each in recorded.events)
     shares = _shares(recorded)
     members: Sequence[int] = stages
+    before = 0
     for each in recorded.events:
         event, t = each.event, each.t
+        if isinstance(event, Audited) and event.trial is not None:
+            continue  # a trial of a sweep, which has no timeline
         if isinstance(event, RunStarted):
-            members = stages or range(event.workers)
+            members, before = stages or range(event.workers), event.step
         elif isinstance(event, WorkersChanged):
             members = stages or event.members
-        elif isinstance(event, (Evaluated, CheckpointSaved)):
-            letter = ord("E" if isinstance(event, Evaluated) else "C")
+        elif isinstance(event, (Evaluated, CheckpointSaved, Audited)):
+            letter = ord(_LETTERS[type(event)])
             rows += [
                 (worker, letter, 0, event.step, t - event.seconds, t) for worker in members or [each.rank]
             ]
         elif isinstance(event, Step) and with_steps and not has_pace:
-            of_step = shares.get(event.step, ())
-            if len(of_step) != len(members):
+            measured = [shares[step] for step in range(before + 1, event.step + 1) if step in shares]
+            measured = [of_step for of_step in measured if len(of_step) == len(members)]
+            before = event.step
+            if not measured:
                 rows += [(worker, ord("S"), 0, event.step, t - event.seconds, t) for worker in members]
                 continue
-            for worker, share in zip(members, of_step):
+            for worker, share in zip(members, np.mean(measured, axis=0).tolist()):
                 end = t - event.seconds * (1 - share)
                 rows.append((worker, ord("P"), 0, event.step, t - event.seconds, end))
         elif isinstance(event, Pace) and with_steps:
@@ -177,9 +189,10 @@ def _shares(recorded: RunRecorded) -> dict[int, list[float]]:
     }
 
 
-def _busy(ops: OpArrays, worker: int) -> float:
-    computing = (ops.workers == worker) & ~np.isin(ops.letters, [ord(letter) for letter in "ECSP"])
-    return float((ops.ends - ops.starts)[computing].sum())
+def _seconds(ops: OpArrays, worker: int, letters: str) -> float:
+    """The seconds that a worker spent in operations of these kinds."""
+    chosen = (ops.workers == worker) & np.isin(ops.letters, [ord(letter) for letter in letters])
+    return float((ops.ends - ops.starts)[chosen].sum())
 
 
 def _chosen(starts: Floats) -> tuple[Ints, tuple[tuple[float, float], ...]]:

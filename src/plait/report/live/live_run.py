@@ -78,7 +78,11 @@ class LiveRun:
             if self._is_stale and (now.state != self._state or time.monotonic() >= self._next_s):
                 # What fails is not tried again before there is something new.
                 self._state, self._is_stale = now.state, False
-                data = make_data(self.name, self._reader.recorded(), self._plan(), now.state, now.cause)
+                # The line above it has the time left, which changes each second.
+                total = {key: value for key, value in (now.progress or {}).items() if key == "steps"}
+                data = make_data(
+                    self.name, self._reader.recorded(), self._plan(), now.state, now.cause, total
+                )
                 self._put(sections_of(data))
                 self._made_s = time.monotonic()
                 cores = os.cpu_count() or 1

@@ -3,7 +3,8 @@
 
 function showNumber(value) {
   const a = Math.abs(value);
-  return a !== 0 && (a >= 1e6 || a < 1e-3) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+  if (a !== 0 && (a >= 1e6 || a < 1e-3)) return value.toExponential(2);
+  return a < 1e3 ? String(Number(value.toPrecision(4))) : Number(value.toPrecision(4)).toLocaleString("en");
 }
 
 // Of all curves of a chart the point nearest to a place in its picture.

@@ -50,7 +50,7 @@ def chart(title: str, curves: Mapping[str, Points], with_legend: bool = True, to
         f'text-anchor="{"end" if x(tick) > WIDTH - RIGHT - 16 else "middle"}">{_number(tick)}</text>'
         for tick in x.ticks()
     ]
-    last = f"<span>{show_value(values[-1])}</span>" if len(curves) == 1 else ""
+    last = f"<span>{_last(values[-1])}</span>" if len(curves) == 1 else ""
     # What charts.js turns a place in the picture into a step and a value by.
     scale = " ".join(map(str, (*x.scale, *y.scale, int(is_log))))
     return (
@@ -208,6 +208,11 @@ def _column_axis(values: Sequence[Any]) -> _NumberColumn | _NameColumn:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _last(value: float) -> str:
+    """The last value of a curve, to four digits and without an exponent where it has few."""
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else show_value(value)
 
 
 def _number(value: float) -> str:

@@ -61,10 +61,10 @@ function tableOf(rows) {
   box.className = "scroll";
   rows.forEach((texts, i) => {
     const row = table.insertRow();
-    texts.forEach((text, column) => {
+    texts.forEach((text) => {
       const cell = document.createElement(i ? "td" : "th");
       cell.textContent = text;
-      if (column === 0) cell.className = "words";
+      cell.className = "words";
       row.append(cell);
     });
   });

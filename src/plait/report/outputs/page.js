@@ -59,7 +59,10 @@ function startTimeline(box, text) {
   }
   function first() {
     const a = d.anchors[0] || 0, b = d.anchors.length > 1 ? d.anchors[1] : d.end;
-    show(zoomed({ from: a, to: b }, d.end, 1, a));
+    let last = a;  // without what follows the step, such as an evaluation
+    for (let i = 0; i < d.ops.start.length; i++)
+      if (d.ops.start[i] < b && !"ECA".includes(String.fromCharCode(d.ops.kind[i]))) last = Math.max(last, d.ops.start[i] + d.ops.seconds[i]);
+    show(zoomed({ from: a, to: Math.min(b, last) > a ? Math.min(b, last) : b }, d.end, 1, a));
   }
   const actions = {
     all: () => show({ from: 0, to: d.end }), first,

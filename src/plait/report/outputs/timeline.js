@@ -139,7 +139,7 @@ function drawOverview(c, d, row, view, x0, x1, top, height, colours) {
 
 function colourOf(letter, microbatch, colours) {
   if (letter === "U") return colours.groups[2];
-  if (!"FBIW".includes(letter)) return colours.groups["EC".includes(letter) ? 3 : 4];
+  if (!"FBIW".includes(letter)) return colours.groups["ECA".includes(letter) ? 3 : 4];
   const hue = colours.hues[microbatch % colours.hues.length];
   return `hsl(${hue} 55% ${letter === "F" ? colours.light : letter === "W" ? colours.light + 12 : colours.dark}%)`;
 }

@@ -58,7 +58,8 @@ def _key(data: RunData, line: Timeline) -> str:
             ("receive", "idle: receiving (low bars)"),
         ]
     has_waits = bool(line.idle_s.size) or (line.causes > BETWEEN).any()
-    others = [("other", "evaluation, checkpoint"), ("idle", "idle: between steps" if has_waits else "idle")]
+    idle = "idle: between steps" if has_waits else "idle"
+    others = [("other", "evaluation, checkpoint, audit"), ("idle", idle)]
     if has_waits and not line.idle_s.size:
         others.insert(0, ("wait", "idle: waiting for others"))
     keys = "".join(f'<span class="key {name}">{text}</span>' for name, text in computing + others)
@@ -67,16 +68,20 @@ def _key(data: RunData, line: Timeline) -> str:
 
 
 def _explanation(data: RunData, line: Timeline) -> str:
-    parts = ["Drag to move, pinch or Ctrl and the wheel to zoom, arrow keys and + and - after a click."]
+    parts = [
+        "Drag to move, pinch or Ctrl and the wheel to zoom, arrow keys and + and - after a click. "
+        "From afar, the height of a colour is its share of the time;"
+    ]
     if not line.idle_s.size:
         parts.append(
-            "This run recorded whole steps, not single operations: only pipelines (parallel.plan) record "
-            "each forward, backward and update. monitor: [noise-scale] in the job records the seconds of "
-            "each worker."
+            "nearer, each bar is an interval of steps. Only pipelines (parallel.plan) record each forward, "
+            "backward and update."
         )
+        if not (line.causes > BETWEEN).any():
+            parts.append("With monitor: [noise-scale] in the job, a bar shows how long each worker waited.")
         return " ".join(parts)
     parts.append(
-        "From afar, the height of a colour is its share of the time; nearer, each operation is a bar, with a "
+        "nearer, each operation is a bar, with a "
         "colour for each microbatch, forward light and backward dark. "
         "An operation begins when its input has arrived. Receiving, as idle time, is the "
         "time from the end of the operation that sent an input to the start of the one that needs it, as far "
@@ -131,7 +136,7 @@ def timeline_data(data: RunData, line: Timeline) -> dict[str, Any]:
         "windows": [[start, min(end, line.end_s + 1.0)] for start, end in line.windows],
         "buckets": line.overview.shape[2],
         "overview": _packed(np.rint(line.overview * 255), np.uint8),
-        "groups": ["forward", "backward", "update", "evaluation or checkpoint", "computing", "waiting"],
+        "groups": ["forward", "backward", "update", "evaluation, saving, audit", "computing", "waiting"],
         "labels": LABELS,
         "causes": CAUSES,
         "receiving": RECEIVING,
@@ -173,6 +178,8 @@ def _idle_table(line: Timeline) -> str:
         return ""
     used = [number for number in range(len(CAUSES)) if line.idle_s[:, number].any()]
     rows = [["computing", *(show_seconds(float(busy)) for busy in line.busy_s)]]
+    if line.other_s.any():
+        rows.append(["evaluating, saving, auditing", *(show_seconds(float(s)) for s in line.other_s)])
     rows += [[CAUSES[each], *(show_seconds(float(s)) for s in line.idle_s[:, each])] for each in used]
     head = ["", *(f"worker {worker}" for worker in line.workers)]
     return "<h3>Where the time went</h3>" + table(head, rows, words=(0,))
