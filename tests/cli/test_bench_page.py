@@ -117,6 +117,17 @@ def test_a_page_names_what_it_was_measured_on_and_escapes_what_it_shows():
     assert "http" not in page.partition("</head>")[2].replace("http-equiv", "")
 
 
+def test_a_claim_that_is_not_resolved_is_neither_held_nor_broken():
+    unresolved = {**CLAIM, "holds": False, "unresolved": "the repeats are 1.5 to 3"}
+    run = ExperimentRun("rough", 3.0, {**CONTENT, "claims": [CLAIM, unresolved]})
+    assert (run.state, run.is_good) == ("1 claim not resolved", True)
+    page = make_bench_page("plait bench --all --quick", [run])
+    assert '<td class="words">not resolved</td>' in page
+    assert "at least 2; the repeats are 1.5 to 3</td>" in page
+    broken = ExperimentRun("rough", 3.0, {**CONTENT, "claims": [unresolved, {**CLAIM, "holds": False}]})
+    assert (broken.state, broken.is_good) == ("1 claim of 2 did not hold, 1 claim not resolved", False)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

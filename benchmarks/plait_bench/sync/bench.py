@@ -39,7 +39,7 @@ def write_plot(bench: Bench, path: Path) -> None:
         say("no picture: of its parts, sync draws speed, pipelines and convergence")
         return
     everywhere = list(dict.fromkeys(str(row["sync"]) for row in bench.rows))
-    with picture(path, (11, 4 * len(drawn)), down=len(drawn)) as axes:
+    with picture(bench, path, (11, 4 * len(drawn)), down=len(drawn)) as axes:
         for axis, part in zip(axes, drawn):
             own = [row for row in bench.rows if row["part"] == part]
             column, label = panels[part]

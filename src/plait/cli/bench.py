@@ -149,7 +149,7 @@ def run_all(names: Sequence[str], quick: bool, page: Path, json_: bool) -> None:
         raise PlaitError(
             f"{count_of(len(failed), 'experiment')} failed: {', '.join(failed)}; {page} says how"
         )
-    if any(state != "holds" for state in states.values()):
+    if not all(run.is_good for run in runs):
         raise typer.Exit(1)
 
 
