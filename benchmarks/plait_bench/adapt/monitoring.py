@@ -61,7 +61,7 @@ def run(quick: bool = False, command: str = "plait bench monitoring") -> Bench:
     rows: list[Row] = []
     for workers in (2,) if quick else (2, 4):
         for model in MODELS:
-            asked = {"model": model, "rounds": 4 if quick else 32}
+            asked = {"model": model, "rounds": 6 if quick else 32}
             rows += in_world(workers, time_steps, asked)[0]
     return Bench("monitoring", command, rows, [_claim(row) for row in rows if row["monitor"] != "none"])
 
