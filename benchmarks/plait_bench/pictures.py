@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from plait.core.files import write_picture
-from plait_bench.harness import Bench, Row, number
+from plait_bench.harness import Bench, Row, number, say
 
 
 @contextmanager
@@ -80,9 +80,28 @@ def bars(
         places = [0.8 * (index - (len(names) - 1) / 2) / len(names) for index in range(len(names))]
         axis.set_xticks(places, names, fontsize=8)
         axis.set_xlabel(groups[0])
-        axis.set_xlim(-0.75, 0.75)
+        axis.set_xlim(-0.5, 0.5)
         return
     words = [each.replace(" ", "\n") if len(groups) > 8 else each for each in groups]
     axis.set_xticks(range(len(groups)), words, fontsize=8)
     if len(names) > 1:
         axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def draw_panels(
+    bench: Bench,
+    path: Path,
+    panels: Mapping[str, tuple[Sequence[Row], str]],
+    group: Callable[[Row], str],
+    side: str,
+) -> None:
+    """A panel of `bars` below the other for each label, of a column of its rows; a side has one colour."""
+    drawn = {label: panel for label, panel in panels.items() if panel[0]}
+    if not drawn:
+        say(f"no picture: {bench.name} draws {', '.join(panels)}, and was asked for none of these")
+        return
+    sides = list(dict.fromkeys(str(row[side]) for rows, _ in drawn.values() for row in rows))
+    with picture(bench, path, (11, 4 * len(drawn)), down=len(drawn)) as axes:
+        for axis, (label, (rows, column)) in zip(axes, drawn.items()):
+            bars(axis, rows, group, side, column, sides)
+            axis.set_ylabel(label)

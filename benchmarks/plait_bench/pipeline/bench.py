@@ -30,11 +30,10 @@ from plait_bench.harness import (
     in_world,
     number,
     run_parts,
-    say,
     seconds_of_all,
     spread,
 )
-from plait_bench.pictures import bars, picture
+from plait_bench.pictures import draw_panels
 from plait_bench.pipeline import comparison, convergence, idle, memory, prediction, recording, sides
 
 PIECES = 8
@@ -170,17 +169,9 @@ def _over(own: Row, other: Row, words: str, goal: float) -> BenchClaim:
 
 def write_plot(bench: Bench, path: Path) -> None:
     """Throughput over one worker, and idle shares, a bar for each side."""
-    panels = {"speedup": "throughput over one worker", "idle_share": "idle share of a step"}
-    drawn = [column for column in panels if any(column in row for row in bench.rows)]
-    if not drawn:
-        say("no picture: of its parts, pipeline draws speed and idle")
-        return
-    sides = list(dict.fromkeys(str(row["side"]) for row in bench.rows if "side" in row))
-    with picture(bench, path, (11, 4 * len(drawn)), down=len(drawn)) as axes:
-        for axis, column in zip(axes, drawn):
-            own = [row for row in bench.rows if column in row]
-            bars(axis, own, lambda row: str(row["case"]), "side", column, sides)
-            axis.set_ylabel(panels[column])
+    columns = {"throughput over one worker": "speedup", "idle share of a step": "idle_share"}
+    panels = {label: ([r for r in bench.rows if column in r], column) for label, column in columns.items()}
+    draw_panels(bench, path, panels, lambda row: str(row["case"]), "side")
 
 
 PARTS: Mapping[str, Callable[[], Found]] = {

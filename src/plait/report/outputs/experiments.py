@@ -19,6 +19,8 @@ STYLE = (
     "td.words:last-child { min-width: 7em; }"
 )
 MOST_ROWS = 400
+# Beyond this load for each core a machine did more than the experiment.
+BUSY = 2
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,12 @@ def _section(run: ExperimentRun) -> str:
         parts.append('<p class="note">Not run yet.</p>')
     if run.content is None:
         return "".join(parts)
-    load = run.content["machine"].get("load")
+    load, cores = (run.content["machine"].get(key) or 0 for key in ("load", "cores"))
+    busy = (
+        f" on {count_of(cores, 'core')}: what others ran made its times longer" if load > BUSY * cores else ""
+    )
     of_run = f"{run.content['command']}, seed {run.content['seed']}, {show_seconds(run.seconds)}"
-    parts.append(f'<p class="note">{html.escape(of_run)}, load of the machine {load}</p>')
+    parts.append(f'<p class="note">{html.escape(of_run)}, load of the machine {load}{busy}</p>')
     claims = "".join(map(_claim, run.content["claims"]))
     head = "".join(f'<th class="words">{name}</th>' for name in ("", "claim", "found", "goal"))
     parts.append(f'<div class="scroll"><table><tr>{head}</tr>{claims}</table></div>')
