@@ -50,8 +50,10 @@ SAYS = "plait bench: "
 
 
 def say(text: str) -> None:
-    """Show how far an experiment has come, on standard error; of workers, the first one calls it."""
-    print(f"{SAYS}{text}", file=sys.stderr, flush=True)
+    """Show how far an experiment has come, on standard error; of the workers of a group, the first does."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"{SAYS}{text}", file=sys.stderr, flush=True)
 
 
 class WorkersProgress(Display):
@@ -65,41 +67,77 @@ class WorkersProgress(Display):
 
 @dataclass(frozen=True)
 class BenchClaim:
-    """Something said before measuring: in words, with the number found, the goal, and whether it holds."""
+    """Something said before measuring: in words, with the number found, the goal, and whether it holds.
+
+    `unresolved` is why the repeats do not tell, where they lie on both sides of the goal.
+    """
 
     claim: str
     value: float | None
     goal: str
     holds: bool
+    unresolved: str = ""
 
     def render(self) -> str:
         value = "not measured" if self.value is None else f"{self.value:.4g}"
         verdict = "holds" if self.holds else "DOES NOT HOLD"
-        return f"[{verdict}] {self.claim}: {value} (goal: {self.goal})"
+        return (
+            f"[{'not resolved' if self.unresolved else verdict}] {self.claim}: {value} (goal: {self.goal})"
+            f"{self.unresolved and f': {self.unresolved}'}"
+        )
 
 
-def at_least(claim: str, value: float | None, goal: float, more: str = "") -> BenchClaim:
-    return BenchClaim(claim, value, f"at least {goal:g}{more}", value is not None and value >= goal)
+# The least and the most of the repeats of a claim's value.
+Ends = tuple[float, float]
 
 
-def at_most(claim: str, value: float | None, goal: float, more: str = "", only_if: bool = True) -> BenchClaim:
+def _unresolved(ends: Ends | None, holds: Callable[[float], bool]) -> str:
+    if ends is None or len({holds(end) for end in ends}) == 1:
+        return ""
+    return f"the repeats are {ends[0]:.4g} to {ends[1]:.4g}, on both sides of the goal"
+
+
+def at_least(
+    claim: str, value: float | None, goal: float, more: str = "", ends: Ends | None = None
+) -> BenchClaim:
+    holds = value is not None and value >= goal
+    unresolved = _unresolved(ends, lambda end: end >= goal)
+    return BenchClaim(claim, value, f"at least {goal:g}{more}", holds, unresolved)
+
+
+def at_most(
+    claim: str,
+    value: float | None,
+    goal: float,
+    more: str = "",
+    only_if: bool = True,
+    ends: Ends | None = None,
+) -> BenchClaim:
     holds = only_if and value is not None and value <= goal
-    return BenchClaim(claim, value, f"at most {goal:g}{more}", holds)
+    unresolved = _unresolved(ends, lambda end: end <= goal)
+    return BenchClaim(claim, value, f"at most {goal:g}{more}", holds, unresolved)
 
 
-def within(claim: str, value: float, goal: float) -> BenchClaim:
+def within(claim: str, value: float, goal: float, ends: Ends | None = None) -> BenchClaim:
     """At most `goal` above or below zero."""
-    return BenchClaim(claim, value, f"at most {goal:g} either way", abs(value) <= goal)
+    unresolved = _unresolved(ends, lambda end: abs(end) <= goal)
+    return BenchClaim(claim, value, f"at most {goal:g} either way", abs(value) <= goal, unresolved)
 
 
-def of_runs(claim: str, values: Iterable[float | None]) -> tuple[str, float | None]:
-    """A claim with the range of its value over several runs, and the median; None where a run has none."""
+def of_runs(
+    kind: Callable[..., BenchClaim], claim: str, values: Iterable[float | None], goal: float, more: str = ""
+) -> BenchClaim:
+    """A claim (`at_most`, `at_least`) of the median of several runs, with their range.
+
+    Its value is None where a run has none.
+    """
     of_each = list(values)
     measured = [value for value in of_each if value is not None]
     if not measured or len(measured) < len(of_each):
-        return claim, None
-    ends = f"{min(measured):.3g} to {max(measured):.3g} in {count_of(len(measured), 'run')}"
-    return f"{claim} ({ends})", statistics.median(measured)
+        return kind(claim, None, goal, more)
+    ends = min(measured), max(measured)
+    words = f"{claim} ({ends[0]:.3g} to {ends[1]:.3g} in {count_of(len(measured), 'run')})"
+    return kind(words, statistics.median(measured), goal, more, ends=ends)
 
 
 def this_machine() -> dict[str, Cell]:
@@ -148,11 +186,15 @@ class Bench:
 
     @property
     def holds(self) -> bool:
-        return all(claim.holds for claim in self.claims)
+        """Whether no claim is found not to hold."""
+        return all(claim.holds or claim.unresolved for claim in self.claims)
 
     def as_json(self) -> Mapping[str, Any]:
-        """What `plait bench NAME --json` prints."""
+        """What `plait bench NAME --json` prints; a claim that is resolved has no `unresolved`."""
         data = encode(self)
+        for claim in data["claims"]:
+            if not claim["unresolved"]:
+                del claim["unresolved"]
         keys = ("name", "machine", "versions", "command", "seed", "date", "rows", "claims")
         return {key: data[key] for key in keys}
 
@@ -206,6 +248,17 @@ def spread(values: Sequence[float], column: str) -> Row:
     return {column: statistics.median(values), f"{column}_min": min(values), f"{column}_max": max(values)}
 
 
+def ends_of(row: Row, column: str) -> Ends:
+    """The least and the most of a column that has its `spread`."""
+    return number(row, f"{column}_min"), number(row, f"{column}_max")
+
+
+def ends_of_ratio(row: Row, other: Row, column: str) -> Ends:
+    """The least and the most that a column of one row can be over that of another."""
+    (least, most), (least_other, most_other) = ends_of(row, column), ends_of(other, column)
+    return least / most_other, most / least_other
+
+
 def of_repeats(rows: Sequence[Row], case: Sequence[str], measured: Sequence[str]) -> list[Row]:
     """One row for each case, as these columns name it, with the `spread` of what its repeats measured."""
     repeats: dict[tuple[Cell, ...], list[Row]] = {}
@@ -230,6 +283,8 @@ def in_turns(sides: Mapping[str, Callable[[bool], T]], rounds: int) -> dict[str,
     taken: dict[str, list[T]] = {name: [] for name in sides}
     names = list(sides)
     for round_ in range(rounds + 1):
+        turn = f"round {round_} of {rounds}" if round_ else "warming up"
+        say(f"{count_of(len(names), 'side')} in turn, {turn}")
         for name in names:
             found = sides[name](round_ > 0)
             taken[name] += [found] if round_ else []
@@ -262,17 +317,17 @@ def in_world(
 ) -> dict[int, Any]:
     """What `function(worker, **asked)` returned on each rank of a new world, as JSON has it.
 
-    `preload` names modules that are imported once, before the workers are forked. Unless `joined`, the
-    workers have no process group yet.
+    The function's module and those that `preload` names are imported once, before the workers are forked.
+    Unless `joined`, the workers have no process group yet.
     """
     module = inspect.getmodule(function)
     assert module is not None
     assert module.__spec__ is not None  # the name by which others import it, also where it is run
-    named = f"{module.__spec__.name}:{function.__qualname__}"
+    own = module.__spec__.name
     placement = workers(place) if isinstance(place, int) else place
-    order = {"function": named, "asked": dict(asked), "joined": joined}
+    order = {"function": f"{own}:{function.__qualname__}", "asked": dict(asked), "joined": joined}
     with tempfile.TemporaryDirectory() as logs:
-        launch = Launch(placement, f"{__name__}:be_worker", order, Path(logs), preload=preload)
+        launch = Launch(placement, f"{__name__}:be_worker", order, Path(logs), preload=(own, *preload))
         say(f"{placement.workers} workers: {function.__name__} {_short(asked)}".rstrip())
         found = Supervisor(launch, WorkersProgress()).run()
     return {rank: result["found"] for rank, result in found.items()}

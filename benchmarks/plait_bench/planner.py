@@ -130,7 +130,7 @@ def peak_bytes() -> float:
 
 def write_plot(bench: Bench, path: Path) -> None:
     """CPU seconds by profile and cluster, ours with their spread and PipeDream's."""
-    with picture(path, (11, 8), down=len(CLUSTERS)) as axes:
+    with picture(bench, path, (11, 8), down=len(CLUSTERS)) as axes:
         for axis, cluster in zip(axes, CLUSTERS):
             own = [row for row in bench.rows if row["devices"] == cluster]
             sides = [{**row, "side": "Plait"} for row in own]

@@ -147,6 +147,6 @@ def write_plot(bench: Bench, path: Path) -> None:
             seconds, range_s = (number(row, name) for name in names)
             ends = {"s_min": seconds - range_s / 2, "s_max": seconds + range_s / 2}
             sides.append({**row, "side": side, "s": seconds, **ends})
-    with picture(path, (8, 4)) as (axis,):
+    with picture(bench, path, (8, 4)) as (axis,):
         bars(axis, sides, lambda row: str(row["model"]), "side", "s")
         axis.set(ylabel="seconds (line: interquartile range)", title="forward and backward of a batch")

@@ -8,7 +8,7 @@ import itertools
 from plait.core.events import Recorded as RecordedEvent
 from plait.core.run_events import Changed, Signals, Step
 from plait_bench.adapt import adaptive_batch, adaptive_topology, elastic, monitoring
-from plait_bench.harness import Row, of_repeats
+from plait_bench.harness import Bench, Row, at_least, at_most, of_repeats, of_runs, within
 from support.signals import signals_at
 
 
@@ -43,6 +43,20 @@ def test_a_run_that_never_adapts_breaks_the_claims_of_adaptive_topology():
     assert (back.value, back.holds) == (2, True)
 
 
+def test_a_claim_whose_repeats_are_on_both_sides_of_the_goal_is_not_resolved():
+    open_claim = at_least("speed", 1.1, 1.0, ends=(0.9, 1.2))
+    assert "not resolved] speed: 1.1 (goal: at least 1): the repeats are 0.9 to 1.2" in open_claim.render()
+    assert of_runs(at_most, "loss", [3.0, 1.0, 2.0], 1.5).unresolved
+    assert within("share", 2.5, 2, ends=(-2.5, 1.0)).unresolved
+    told = [at_least("speed", 1.1, 1.0, ends=(1.0, 1.2)), at_most("loss", 1.0, 1.5, ends=(0.5, 1.5))]
+    assert not any(claim.unresolved for claim in told)
+    broken = at_least("speed", 0.9, 1.0, ends=(0.8, 0.95))
+    assert not broken.unresolved
+    # Only what is found not to hold counts against an experiment.
+    assert Bench("b", "", [], [*told, open_claim]).holds
+    assert not Bench("b", "", [], [*told, broken]).holds
+
+
 def test_the_claims_of_adaptive_batch_compare_with_small_batches():
     rows = [
         {"batches": "small", "accuracy": 0.98, "seconds": 10.0},
@@ -62,8 +76,9 @@ def test_overhead_is_the_median_difference_of_steps_in_turn():
     assert round(monitoring.overhead_of(taken, "noise-scale", 1), 6) == 0.01
 
 
-def changes(*pairs: tuple[int, int], stall_s: float = 0.1) -> list[Row]:
-    return [{"workers": before, "then": after, "stall_s": stall_s, "why": ""} for before, after in pairs]
+def changes(*pairs: tuple[int, int], stall_s: float = 0.1, step_s: float = 0.1) -> list[Row]:
+    common: Row = {"stall_s": stall_s, "step_s": step_s, "why": ""}
+    return [{"workers": before, "then": after, **common} for before, after in pairs]
 
 
 def test_repeats_become_one_row_for_each_case_with_their_spread():
@@ -84,8 +99,15 @@ def test_the_claims_of_elastic_need_every_change_and_every_policy():
     assert elastic._stall_claim("mlp", changes(*once), 1).holds
     assert not elastic._stall_claim("mlp", changes(*once[1:]), 1).holds
     assert not elastic._stall_claim("mlp", changes(*once, stall_s=0.6), 1).holds
+    assert not elastic._stall_claim("mlp", changes(*once, stall_s=0.6), 1).unresolved
+    sizes = list(itertools.pairwise(elastic.SIZES * 2))
+    longer = [*changes(sizes[0], stall_s=0.6), *changes(*sizes[1:])]
+    assert elastic._stall_claim("mlp", longer, 2).unresolved
     best = elastic.best_workers()
     good = [changes((best, best + 1), (best + 1, best))]
     assert elastic._policy_claim(good * 2).holds
-    assert not elastic._policy_claim([*good, changes((1, best))]).holds
+    astray = elastic._policy_claim([*good, changes((1, best))])
+    assert (astray.holds, astray.unresolved) == (False, "")
+    busy = elastic._policy_claim([*good, changes((1, best), step_s=0.2)])
+    assert "steps took up to 2.27 times what they sleep" in busy.unresolved
     assert elastic._policy_claim([*good, changes((best, best + 1), (best + 1, 1))]).value == 1

@@ -7,7 +7,8 @@ from plait.planner.schedules.in_flight import Schedule
 from plait.planner.schedules.orders import operations
 from plait.planner.schedules.simulator import SimulatedLink, StageCosts, simulate
 from plait.schema.plans.plan import Layout
-from plait_bench.pipeline import convergence, idle, memory, prediction
+from plait_bench.harness import Row
+from plait_bench.pipeline import bench, convergence, idle, memory, prediction
 from plait_bench.pipeline.idle import PIECES, SLEEP_S
 
 
@@ -58,3 +59,26 @@ def test_convergence_compares_means_over_the_seeds():
     assert claims["stash"].value == pytest.approx(0.5)
     assert claims["stash"].holds
     assert not claims["2bw"].holds
+
+
+def sides(**speedups: float) -> list[Row]:
+    ends = {
+        name: {"speedup": of, "speedup_min": of - 0.01, "speedup_max": of + 0.01}
+        for name, of in speedups.items()
+    }
+    return [{"case": "mlp", "side": name.replace("_", " "), **row} for name, row in ends.items()]
+
+
+def test_a_pipeline_that_is_slow_on_busy_cores_is_not_resolved():
+    measured = sides(one_worker=1.0, DDP=1.0, stash=1.3, two_workers_apart=1.35, flush=1.3, torch_flush=1.2)
+    speedup, *others = bench._claims(measured)
+    assert not speedup.holds
+    assert speedup.unresolved == "two workers apart come to 1.35, so two cores were not free"
+    assert [claim.claim for claim in others] == [
+        "mlp: stash over DDP",
+        "mlp: stash over two workers apart",
+        "mlp: flush over torch's",
+    ]
+    assert all(claim.holds and not claim.unresolved for claim in others)
+    slow, *_ = bench._claims(sides(one_worker=1.0, DDP=1.0, stash=1.3, two_workers_apart=1.9))
+    assert (slow.holds, slow.unresolved) == (False, "")

@@ -53,11 +53,15 @@ def test_every_claim_says_what_was_found_and_what_was_the_goal(bench):
 
 
 def test_a_bench_is_json_with_the_fields_of_the_contract_and_a_picture(tmp_path):
-    claim = BenchClaim("fast", 2.0, "at most 1", False)
-    bench = Bench("x", "plait bench x", planner.plan_profile("alexnet"), (claim,))
+    claims = (
+        BenchClaim("fast", 2.0, "at most 1", False),
+        BenchClaim("even", 1.0, "at most 1", True, "rough"),
+    )
+    bench = Bench("x", "plait bench x", planner.plan_profile("alexnet"), claims)
     found = json.loads(json.dumps(bench.as_json()))
     assert list(found) == ["name", "machine", "versions", "command", "seed", "date", "rows", "claims"]
     assert set(found["claims"][0]) == {"claim", "value", "goal", "holds"}
+    assert found["claims"][1]["unresolved"] == "rough"
     assert {"cores", "memory_bytes", "load"} <= set(found["machine"])
     planner.write_plot(bench, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000

@@ -113,8 +113,22 @@ def test_a_page_names_what_it_was_measured_on_and_escapes_what_it_shows():
     assert "fused &lt;over&gt; serial</td><td>2.5</td>" in page
     assert "a&amp;b</td><td>0.1235</td><td>yes</td><td>-</td>" in page
     assert "<dt>machine</dt><dd>system Linux, cores 2</dd><dt>versions</dt><dd>torch 2.13</dd>" in page
-    assert "plait bench good --quick, seed 0, 3 s, load of the machine 0.5" in page
+    assert "plait bench good --quick, seed 0, 3 s, load of the machine 0.5</p>" in page
+    busy = {**CONTENT, "machine": {"cores": 2, "load": 4.5}}
+    page = make_bench_page("plait bench --all --quick", [ExperimentRun("good", 3.0, busy)])
+    assert "load of the machine 4.5 on 2 cores: what others ran made its times longer</p>" in page
     assert "http" not in page.partition("</head>")[2].replace("http-equiv", "")
+
+
+def test_a_claim_that_is_not_resolved_is_neither_held_nor_broken():
+    unresolved = {**CLAIM, "holds": False, "unresolved": "the repeats are 1.5 to 3"}
+    run = ExperimentRun("rough", 3.0, {**CONTENT, "claims": [CLAIM, unresolved]})
+    assert (run.state, run.is_good) == ("1 claim not resolved", True)
+    page = make_bench_page("plait bench --all --quick", [run])
+    assert '<td class="words">not resolved</td>' in page
+    assert "at least 2; the repeats are 1.5 to 3</td>" in page
+    broken = ExperimentRun("rough", 3.0, {**CONTENT, "claims": [unresolved, {**CLAIM, "holds": False}]})
+    assert (broken.state, broken.is_good) == ("1 claim of 2 did not hold, 1 claim not resolved", False)
 
 
 @pytest.mark.parametrize(
@@ -124,8 +138,11 @@ def test_a_page_names_what_it_was_measured_on_and_escapes_what_it_shows():
         (["good", "-o", "x.html"], "-o: found without --all"),
         (["good", "--all"], "--all: found with NAME"),
         (["good", "--csv", "plait/__main__.py/x.csv"], "__main__.py cannot be written to"),
+        (["good", "--csv", "/proc/none/x.csv"], "but /proc cannot be written to"),
+        (["good", "--png", "folder.png"], "--png: found the folder 'folder.png', expected a file"),
         (["goood"], "NAME: found 'goood', expected an experiment; did you mean 'good'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(experiments: None, words: list[str], message: str):
+    Path("folder.png").mkdir()
     assert message in str(CliRunner().invoke(app, ["bench", *words]).exception)

@@ -134,9 +134,9 @@ def run() -> Found:
     speed = f"throughput after a worker became {SLOWER:g} times slower, against a plan that knew of it"
     difference = "the largest difference of a step's loss from the run that lost nobody (float64)"
     return rows, [
-        at_most(*of_runs(killed, [number(each[0], "stall_s") for each in runs]), LOST_GOAL_S),
-        at_most(*of_runs(difference, [_apart(each[0]) for each in runs]), LOSS_GOAL, ", over all steps"),
-        at_least(*of_runs(speed, [_share(each[1:]) for each in runs]), SPEED_GOAL),
+        of_runs(at_most, killed, [number(each[0], "stall_s") for each in runs], LOST_GOAL_S),
+        of_runs(at_most, difference, [_apart(each[0]) for each in runs], LOSS_GOAL, ", over all steps"),
+        of_runs(at_least, speed, [_share(each[1:]) for each in runs], SPEED_GOAL),
     ]
 
 

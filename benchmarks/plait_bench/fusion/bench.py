@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -30,7 +29,19 @@ from plait_bench.fusion.cases import (
 from plait_bench.fusion.hfta import hfta_step
 from plait_bench.fusion.nvml import GpuWatch
 from plait_bench.fusion.processes import PROCESS_MODES, times_of_processes
-from plait_bench.harness import Bench, BenchClaim, Found, Row, number, run_parts, say, spread
+from plait_bench.harness import (
+    Bench,
+    BenchClaim,
+    Found,
+    Row,
+    at_least,
+    ends_of,
+    ends_of_ratio,
+    number,
+    run_parts,
+    say,
+    spread,
+)
 from plait_bench.pictures import bars, curve, picture
 
 HFTA_MODES = ("hfta", "hfta-graph")
@@ -193,6 +204,7 @@ def _numbers(pairs: list[tuple[float, float]], width: int, watch: GpuWatch) -> R
         **spread(speedups, "speedup"),
         "memory_bytes": watch.memory_bytes,
         "sm_activity": watch.sm_activity,
+        "repeats": len(pairs),
     }
 
 
@@ -249,23 +261,32 @@ def _claims(rows: Sequence[Row], device: torch.device) -> list[BenchClaim]:
     goals = _goals(device)
     claims = []
     for name in dict.fromkeys(str(row["model"]) for row in rows):
-        goal = goals.get(name, 1.0)
-        found = fused.get(name)
+        goal, best = goals.get(name, 1.0), fused.get(name)
         words = f"{name}: fused trials over the same trials one after another"
-        claims.append(BenchClaim(words, found, f">= {goal:g}x", found is not None and found >= goal))
-        if found is not None and name in hfta:
-            over, words = found / hfta[name], f"{name}: fused trials over HFTA's own code"
-            claims.append(BenchClaim(words, over, ">= 1x", over >= 1.0))
+        if best is None:
+            claims.append(at_least(words, None, goal))
+            continue
+        found = number(best, "speedup")
+        claims.append(at_least(words, found, goal, ends=ends_of(best, "speedup")))
+        if name in hfta:
+            over = found / number(hfta[name], "speedup")
+            claims.append(
+                at_least(
+                    f"{name}: fused trials over HFTA's own code",
+                    over,
+                    1,
+                    ends=ends_of_ratio(best, hfta[name], "speedup"),
+                )
+            )
     return claims
 
 
-def _best_of(rows: Sequence[Row], modes: Sequence[str]) -> dict[str, float]:
-    """The best speed-up of each model in these modes."""
-    best: dict[str, float] = {}
-    for row in rows:
-        if row["mode"] in modes and "speedup" in row:
-            name = str(row["model"])
-            best[name] = max(best.get(name, -math.inf), number(row, "speedup"))
+def _best_of(rows: Sequence[Row], modes: Sequence[str]) -> dict[str, Row]:
+    """The row of the best speed-up of each model in these modes."""
+    best: dict[str, Row] = {}
+    for row in sorted((row for row in rows if "speedup" in row), key=lambda row: number(row, "speedup")):
+        if row["mode"] in modes:
+            best[str(row["model"])] = row
     return best
 
 
@@ -280,13 +301,13 @@ def write_plot(bench: Bench, path: Path) -> None:
         return
     widths = {row["trials"] for row in timed if not str(row["mode"]).startswith("serial")}
     if len(widths) == 1:
-        with picture(path, (2 + 1.6 * len(models), 4)) as (axis,):
+        with picture(bench, path, (2 + 1.6 * len(models), 4)) as (axis,):
             bars(axis, timed, lambda row: str(row["model"]), "mode", "speedup")
             axis.set(ylabel=f"speed-up over serial, {widths.pop()} trials")
         return
     across = min(4, len(models))
     down = -(-len(models) // across)
-    with picture(path, (3.2 * across, 3.0 * down), down, across, dpi=90) as axes:
+    with picture(bench, path, (3.2 * across, 3.0 * down), down, across, dpi=90) as axes:
         for axis in axes[len(models) :]:
             axis.axis("off")
         for axis, model in zip(axes, models):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from plait.fusion import FusedOptimizer, Shared, fuse
 from plait.workloads import data
 from plait.workloads.resnet import resnet18_tiny
+from plait_bench.fusion.cases import one_thread
 from plait_bench.harness import Bench, Found, Row, at_most, number, say
 from plait_bench.pictures import picture
 
@@ -26,15 +27,16 @@ _POINTS = ("step", "serial_loss", "fused_loss")
 RATES = (0.01, 0.05, 0.2)
 STEPS, QUICK_STEPS = 60, 20
 SEEDS = (0, 1, 2)
-BATCH = 64
+BATCH, QUICK_BATCH = 64, 16
 # Rounding that sixty steps of momentum carry on; a wrong gradient shows in the first digits.
 TOLERANCE = 1e-4
 
 
 def run(quick: bool = False, command: str = "plait bench fusion-convergence") -> Bench:
-    """Three learning rates from each of three seeds; `quick` takes two seeds and fewer steps."""
+    """Three learning rates from each of three seeds; `quick` takes two, fewer steps and smaller batches."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows, claims = convergence(RATES, QUICK_STEPS if quick else STEPS, device, (0, 1) if quick else SEEDS)
+    course = (QUICK_STEPS, device, SEEDS[:2], QUICK_BATCH) if quick else (STEPS, device, SEEDS, BATCH)
+    rows, claims = convergence(RATES, *course)
     return Bench("fusion-convergence", command, rows, claims)
 
 
@@ -43,6 +45,7 @@ def convergence(
     steps: int = STEPS,
     device: torch.device | None = None,
     seeds: Sequence[int] = SEEDS,
+    batch: int = BATCH,
 ) -> Found:
     """The loss at each step of each learning rate, serial and fused, and whether the curves meet."""
     place = device or torch.device("cpu")
@@ -50,9 +53,10 @@ def convergence(
     apart = 0.0
     for seed in seeds:
         say(f"fusion-convergence, seed {seed}: {len(rates)} learning rates, {steps} steps")
-        batches = _batches(steps, place, seed)
-        serial = [_serial(rate, batches, place, seed) for rate in rates]
-        fused = _fused(rates, batches, place, seed)
+        with one_thread(place):
+            batches = _batches(steps, place, seed, batch)
+            serial = [_serial(rate, batches, place, seed) for rate in rates]
+            fused = _fused(rates, batches, place, seed)
         for rate, own, others in zip(rates, serial, zip(*fused)):
             pairs = list(enumerate(zip(own, others), 1))
             apart = max(apart, *(abs(one - other) / max(one, 1e-2) for _, (one, other) in pairs))
@@ -75,13 +79,15 @@ def convergence(
     return rows, [at_most(words, apart, TOLERANCE, " of it")]
 
 
-def _batches(steps: int, device: torch.device, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _batches(
+    steps: int, device: torch.device, seed: int, batch: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     train_set: Any = data.build("digits", "train")
     order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(seed)).tolist()
     found = []
     for step in range(steps):
-        begin = step * BATCH % (len(order) - BATCH)
-        x, y = train_set.collated_batch(order[begin : begin + BATCH])
+        begin = step * batch % (len(order) - batch)
+        x, y = train_set.collated_batch(order[begin : begin + batch])
         found.append((x.to(device, torch.float64), y.to(device)))
     return found
 
@@ -127,7 +133,7 @@ def _fused(
 def write_plot(bench: Bench, path: Path) -> None:
     """Serial curves as lines, fused ones as points on them, a panel for each seed."""
     seeds = list(dict.fromkeys(row["seed"] for row in bench.rows))
-    with picture(path, (4.5 * len(seeds), 4.0), across=len(seeds), sharey=True) as axes:
+    with picture(bench, path, (4.5 * len(seeds), 4.0), across=len(seeds), sharey=True) as axes:
         for axis, seed in zip(axes, seeds):
             own = [row for row in bench.rows if row["seed"] == seed]
             for place, rate in enumerate(dict.fromkeys(row["lr"] for row in own)):

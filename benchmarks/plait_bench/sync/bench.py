@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from plait_bench.harness import Bench, Found, Row, run_parts, say
-from plait_bench.pictures import bars, picture
+from plait_bench.harness import Bench, Found, Row, run_parts
+from plait_bench.pictures import draw_panels
 from plait_bench.sync import bandwidth, convergence, pipelines, speed
 
 PARTS: Mapping[str, Callable[[], Found]] = {
@@ -29,22 +29,16 @@ def run(parts: Sequence[str] = tuple(PARTS), command: str = "plait bench sync", 
 
 def write_plot(bench: Bench, path: Path) -> None:
     """Fractions of ideal throughput by case, and seconds to the target, a bar for each sync."""
-    panels = {
-        "speed": ("fraction_of_ideal", "fraction of ideal throughput"),
-        "pipelines": ("fraction_of_ideal", "fraction of ideal throughput, in pipelines"),
-        "convergence": ("seconds_to_target", "seconds to the target loss"),
+    columns = {
+        "fraction of ideal throughput": ("speed", "fraction_of_ideal"),
+        "fraction of ideal throughput, in pipelines": ("pipelines", "fraction_of_ideal"),
+        "seconds to the target loss": ("convergence", "seconds_to_target"),
     }
-    drawn = [part for part in panels if any(row["part"] == part for row in bench.rows)]
-    if not drawn:
-        say("no picture: of its parts, sync draws speed, pipelines and convergence")
-        return
-    everywhere = list(dict.fromkeys(str(row["sync"]) for row in bench.rows))
-    with picture(path, (11, 4 * len(drawn)), down=len(drawn)) as axes:
-        for axis, part in zip(axes, drawn):
-            own = [row for row in bench.rows if row["part"] == part]
-            column, label = panels[part]
-            bars(axis, own, _case_of, "sync", column, everywhere)
-            axis.set_ylabel(label)
+    panels = {
+        label: ([row for row in bench.rows if row["part"] == part], column)
+        for label, (part, column) in columns.items()
+    }
+    draw_panels(bench, path, panels, _case_of, "sync")
 
 
 def _case_of(row: Row) -> str:

@@ -40,7 +40,7 @@ def run(quick: bool = False, command: str = "plait bench scalability") -> Bench:
 
 def write_plot(bench: Bench, path: Path) -> None:
     """Steps a second over workers, a line for each sync, and the ideal."""
-    with picture(path, (6, 4)) as (axis,):
+    with picture(bench, path, (6, 4)) as (axis,):
         for sync in dict.fromkeys(row["sync"] for row in bench.rows):
             own = [row for row in bench.rows if row["sync"] == sync]
             curve(axis, own, "workers", "steps_per_s", str(sync))

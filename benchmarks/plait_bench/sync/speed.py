@@ -25,7 +25,7 @@ from plait.sync.allreduce.buckets import AllReduce
 from plait.sync.allreduce.reducers import whole_world
 from plait.sync.averaging.peers import find_lost
 from plait.sync.make_averaging import AveragingWorkers, make_averaging
-from plait_bench.harness import BenchClaim, Found, Row, at_least, in_world, number, of_repeats, say
+from plait_bench.harness import BenchClaim, Found, Row, at_least, ends_of, in_world, number, of_repeats, say
 
 STEP_S = 0.1
 # How long each sync is measured in each case, this many times.
@@ -90,7 +90,8 @@ def _slowest_s(case: SlowSettings, workers: int) -> float:
 def partial_reduce_claims(rows: Sequence[Row], words: Callable[[Row], str]) -> list[BenchClaim]:
     """Partial reduce keeps its share of the ideal in every row of it, which `words` describes."""
     own = [row for row in rows if row["sync"] == "partial-reduce"]
-    return [at_least(words(row), number(row, "fraction_of_ideal"), GOAL) for row in own]
+    column = "fraction_of_ideal"
+    return [at_least(words(row), number(row, column), GOAL, ends=ends_of(row, column)) for row in own]
 
 
 def measure_all(
@@ -101,8 +102,7 @@ def measure_all(
     for case in cases:
         turns = itertools.product(range(repeats), syncs)
         rows += [_measure(worker, case, sync, seconds, repeat) for repeat, sync in turns]
-        if worker.rank == 0:
-            say(f"{case}: {len(syncs)} syncs on {worker.world_size} workers, {repeats} times")
+        say(f"{case}: {len(syncs)} syncs on {worker.world_size} workers, {repeats} times")
     return of_repeats(
         rows, ("case", "sync", "workers"), ("fraction_of_ideal", "lowest_worker", "steps_per_s")
     )

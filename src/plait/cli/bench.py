@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -91,14 +90,13 @@ def bench(
     if png is not None and png.suffix.lower() != ".png":
         raise InputError(f"--png: found {shown(str(png))}, expected a name that ends in .png")
     for option, path in (("--csv", csv), ("--png", png)):
-        # Before the experiment, which may take an hour.
-        if path is not None and not path.exists():
-            folder = next(each for each in path.absolute().parents if each.exists())
-            if not folder.is_dir() or not os.access(folder, os.W_OK):
-                raise InputError(f"{option}: found {shown(str(path))}, but {folder} cannot be written to")
+        if path is not None:
+            _check_writable(option, path)
     module = importlib.import_module(modules[name])
     known = getattr(module, "PARTS", {})
     for chosen in part or ():
+        if not known:
+            raise InputError(f"--part: found {shown(chosen)}, but {name} has no parts; leave it out")
         if chosen not in known:
             raise InputError(
                 f"--part: found {shown(chosen)}, expected a part of {name}{did_you_mean(chosen, known)}"
@@ -115,6 +113,17 @@ def bench(
             module.write_plot(done, png)
     if not done.holds:
         raise typer.Exit(1)
+
+
+def _check_writable(option: str, path: Path) -> None:
+    """Refuse a file that cannot be written, before an experiment that may take an hour."""
+    if path.is_dir():
+        raise InputError(f"{option}: found the folder {shown(str(path))}, expected a file to write")
+    folder = next(each for each in path.absolute().parents if each.exists())
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        raise InputError(f"{option}: found {shown(str(path))}, but {folder} cannot be written to") from None
 
 
 def run_all(names: Sequence[str], quick: bool, page: Path, json_: bool) -> None:
@@ -149,7 +158,7 @@ def run_all(names: Sequence[str], quick: bool, page: Path, json_: bool) -> None:
         raise PlaitError(
             f"{count_of(len(failed), 'experiment')} failed: {', '.join(failed)}; {page} says how"
         )
-    if any(state != "holds" for state in states.values()):
+    if not all(run.is_good for run in runs):
         raise typer.Exit(1)
 
 

@@ -19,6 +19,8 @@ STYLE = (
     "td.words:last-child { min-width: 7em; }"
 )
 MOST_ROWS = 400
+# Beyond this load for each core a machine did more than the experiment.
+BUSY = 2
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,28 @@ class ExperimentRun:
             return "failed"
         if self.content is None:
             return "waiting"
-        broken = sum(not claim["holds"] for claim in self.content["claims"])
-        return (
-            f"{count_of(broken, 'claim')} of {len(self.content['claims'])} did not hold"
-            if broken
-            else "holds"
+        broken, unresolved = self._count("does not hold"), self._count("not resolved")
+        texts = (
+            [f"{count_of(broken, 'claim')} of {len(self.content['claims'])} did not hold"] if broken else []
         )
+        texts += [f"{count_of(unresolved, 'claim')} not resolved"] if unresolved else []
+        return ", ".join(texts) or "holds"
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it was run and no claim was found not to hold."""
+        return self.content is not None and not self._count("does not hold")
+
+    def _count(self, wanted: str) -> int:
+        claims = self.content["claims"] if self.content is not None else ()
+        return sum(verdict(claim) == wanted for claim in claims)
+
+
+def verdict(claim: Mapping[str, Any]) -> str:
+    """What an experiment found of a claim: `unresolved` says why its repeats do not tell."""
+    if claim.get("unresolved"):
+        return "not resolved"
+    return "holds" if claim["holds"] else "does not hold"
 
 
 def make_bench_page(command: str, runs: Sequence[ExperimentRun]) -> str:
@@ -75,7 +93,7 @@ def _head(command: str, runs: Sequence[ExperimentRun]) -> str:
 
 
 def _mark(run: ExperimentRun) -> str:
-    return {"holds": " good", "waiting": ""}.get(run.state, " bad")
+    return {"holds": " good", "waiting": ""}.get(run.state, "" if run.is_good else " bad")
 
 
 def _setting(runs: Sequence[ExperimentRun]) -> str:
@@ -108,16 +126,13 @@ def _section(run: ExperimentRun) -> str:
         parts.append('<p class="note">Not run yet.</p>')
     if run.content is None:
         return "".join(parts)
-    load = run.content["machine"].get("load")
-    of_run = f"{run.content['command']}, seed {run.content['seed']}, {show_seconds(run.seconds)}"
-    parts.append(f'<p class="note">{html.escape(of_run)}, load of the machine {load}</p>')
-    claims = "".join(
-        f'<tr><td class="words{" good" if claim["holds"] else " bad"}">'
-        f"{'holds' if claim['holds'] else 'does not hold'}</td>"
-        f'<td class="words">{html.escape(claim["claim"])}</td><td>{show_cell(claim["value"])}</td>'
-        f'<td class="words">{html.escape(claim["goal"])}</td></tr>'
-        for claim in run.content["claims"]
+    load, cores = (run.content["machine"].get(key) or 0 for key in ("load", "cores"))
+    busy = (
+        f" on {count_of(cores, 'core')}: what others ran made its times longer" if load > BUSY * cores else ""
     )
+    of_run = f"{run.content['command']}, seed {run.content['seed']}, {show_seconds(run.seconds)}"
+    parts.append(f'<p class="note">{html.escape(of_run)}, load of the machine {load}{busy}</p>')
+    claims = "".join(map(_claim, run.content["claims"]))
     head = "".join(f'<th class="words">{name}</th>' for name in ("", "claim", "found", "goal"))
     parts.append(f'<div class="scroll"><table><tr>{head}</tr>{claims}</table></div>')
     if run.png is not None:
@@ -126,6 +141,16 @@ def _section(run: ExperimentRun) -> str:
         parts.append(f'<figure class=wide><img alt="{label}" src="data:image/png;base64,{content}"></figure>')
     parts.append(_rows(run.content["rows"]))
     return "".join(parts)
+
+
+def _claim(claim: Mapping[str, Any]) -> str:
+    found = verdict(claim)
+    colour = {"holds": " good", "does not hold": " bad"}.get(found, "")
+    goal = "; ".join(part for part in (claim["goal"], claim.get("unresolved")) if part)
+    return (
+        f'<tr><td class="words{colour}">{found}</td><td class="words">{html.escape(claim["claim"])}</td>'
+        f'<td>{show_cell(claim["value"])}</td><td class="words">{html.escape(goal)}</td></tr>'
+    )
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
