@@ -264,10 +264,10 @@ class Sorted(TensorDataset):
     ("data", "metric", "size", "words"),
     [
         ("Noisy", "largest", 5, "largest of 5 test samples is"),
-        ("Noisy", "recall", 6, "recall of 6 test samples is"),
+        pytest.param("Noisy", "recall", 6, "recall of 6 test samples is", marks=pytest.mark.extended),
         ("Sorted", "balanced", 4, "balanced of 4 test samples is"),
         ("Noisy", "counting", 5, "counting changes self.calls when it is called"),
-        ("Sorted", "summed", 5, None),
+        pytest.param("Sorted", "summed", 5, None, marks=pytest.mark.extended),
         ("Sorted", "weighted", 5, None),
     ],
 )
