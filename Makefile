@@ -18,8 +18,7 @@ setup: .venv/ready
 
 # The tests and what they import are compiled once, before three workers would each do it.
 .venv/compiled: .venv/ready
-	@$(BIN)/pytest --collect-only -qq > $@ || true  # `unit` shows what is wrong
-	@PYTHONPATH=tests $(BIN)/python -c 'import support.warm'
+	@PYTHONPATH=tests $(BIN)/python -c 'import support.warm, pytest; pytest.main(["--collect-only", "-qq"])' > $@
 
 demo: setup
 	$(BIN)/plait demo
@@ -45,8 +44,10 @@ unit: .venv/compiled
 CONFINED = OMP_NUM_THREADS=1 tests/support/confined.sh
 test-unprivileged: .venv/compiled
 	$(CONFINED) user $(BIN)/pytest -n 2 --dist worksteal -p no:cacheprovider tests/comm/test_groups.py \
-	  tests/comm/test_handshake.py tests/launch/test_launch.py tests/launch/test_launch_faults.py \
-	  tests/launch/test_control.py tests/cli/test_os_errors.py tests/cli/test_status.py
+	  tests/comm/test_handshake.py tests/launch/test_launch.py tests/launch/test_control.py \
+	  tests/launch/test_launch_faults.py::test_what_starts_workers_takes_them_along_even_where_one_is_stopped \
+	  tests/launch/test_launch_faults.py::test_a_worker_that_shows_no_sign_of_life_is_ended_and_the_others_go_on \
+	  tests/cli/test_os_errors.py tests/cli/test_status.py
 
 test-container: .venv/compiled
 	$(CONFINED) container $(BIN)/pytest -n 2 --dist worksteal -p no:cacheprovider tests/comm/test_groups.py \

@@ -163,41 +163,47 @@ def train_and_resume(rank: int, row: Row, folder: Path, addresses: list[str]) ->
     return [whole, train(rank, row, folder / "cut", resume=True, **third), stopped]
 
 
-# Replicas of stages, and pipelines that average, have rows with fused trials; trials one by one are in
-# sweep/test_sweep_stages.py.
-@pytest.fixture(
-    scope="module", params=but_further(ROWS, "fused, pipeline", "fused, pipelines", "one by one, pipeline")
+# Others have more stages, replicas or pipelines; trials one by one are in sweep/test_sweep_stages.py.
+FURTHER = (
+    "pipeline",
+    "decentralized",
+    "fused",
+    "fused, decentralized",
+    "fused, pipeline",
+    "fused, pipelines",
+    "one by one, pipeline",
 )
-def trained(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Row, Outcome, Outcome]:
-    """A row, and what it came to in a run, and in one that was stopped and went on."""
-    row, folder = ROWS[request.param](), tmp_path_factory.mktemp("row")
+
+
+@pytest.mark.parametrize("name", but_further(ROWS, *FURTHER))
+def test_it_trains_evaluates_resumes_and_tells_its_callbacks_as_one_worker_does(
+    name: str, tmp_path: Path
+) -> None:
+    """In a run, and in one that was stopped and went on."""
+    row = ROWS[name]()
     with ExitStack() as stack:
         addresses = [stack.enter_context(job_store()) for _ in range(3)]
-        results = run_ranks(row.workers, train_and_resume, row, folder, addresses)[0]
+        results = run_ranks(row.workers, train_and_resume, row, tmp_path, addresses)[0]
     stopped = results.pop()
     assert (stopped.reason if isinstance(stopped, RunResult) else stopped["reason"]) == "stopped"
-    whole, resumed = (outcome_of(each, folder / name) for each, name in zip(results, ("whole", "cut")))
-    return row, whole, resumed
+    whole, resumed = (outcome_of(each, tmp_path / name) for each, name in zip(results, ("whole", "cut")))
+    assert_same_as_alone(row, whole, tmp_path / "alone")
+    assert_resumed_the_same(row, whole, resumed)
+    assert_told_once(whole, resumed)
 
 
-def test_it_trains_as_one_worker_does(trained: tuple[Row, Outcome, Outcome], tmp_path: Path) -> None:
-    row, whole, _ = trained
-    _, weights = train_here(row.alone(whole.best), tmp_path)
+def assert_same_as_alone(row: Row, whole: Outcome, folder: Path) -> None:
+    """Each trial has the metrics of one worker that trains it, the best one its weights, too."""
     assert whole.reason == "finished"
-    assert largest_difference(whole.weights, weights) < 1e-10
-
-
-def test_it_evaluates_as_one_worker_does(trained: tuple[Row, Outcome, Outcome], tmp_path: Path) -> None:
-    row, whole, _ = trained
+    assert str(whole.best) in whole.metrics
     for number, (values, metrics) in enumerate(whole.metrics.items()):
-        alone, _ = train_here(row.alone(ast.literal_eval(values)), tmp_path / str(number))
+        alone, weights = train_here(row.alone(ast.literal_eval(values)), folder / str(number))
         assert metrics == pytest.approx(alone.test, abs=1e-10)
+        if values == str(whole.best):
+            assert largest_difference(whole.weights, weights) < 1e-10
 
 
-def test_stopped_and_resumed_it_ends_as_if_it_had_not_been(trained: tuple[Row, Outcome, Outcome]) -> None:
-    row, whole, resumed = trained
+def assert_resumed_the_same(row: Row, whole: Outcome, resumed: Outcome) -> None:
     # An array that is made again may have other kernels, which round otherwise; a run has the same bits.
     allowed = 1e-12 if isinstance(row.asked, SweepSettings) else 0.0
     assert (resumed.reason, resumed.best) == (whole.reason, whole.best)
@@ -207,8 +213,8 @@ def test_stopped_and_resumed_it_ends_as_if_it_had_not_been(trained: tuple[Row, O
         assert resumed.metrics[values] == pytest.approx(metrics, rel=0.0, abs=1e-12)
 
 
-def test_callbacks_are_told_once_what_each_trial_came_to(trained: tuple[Row, Outcome, Outcome]) -> None:
-    _, whole, resumed = trained
+def assert_told_once(whole: Outcome, resumed: Outcome) -> None:
+    """Callbacks are told once what each trial came to."""
     assert len(whole.told) == len(whole.metrics)
     for told_of in whole.told:
         assert (told_of[0][:2], told_of[-1]) == (["start", 0], ["end", STEPS, "finished"])
@@ -224,10 +230,12 @@ def test_callbacks_are_told_once_what_each_trial_came_to(trained: tuple[Row, Out
 @pytest.mark.parametrize(
     ("name", "versions"),
     [
-        ("whole model", [(0, (0, 1)), (3, (0, 1, 2)), (6, (2,))]),
+        # training/test_elastic_members.py has more of this one.
+        pytest.param("whole model", [(0, (0, 1)), (3, (0, 1, 2)), (6, (2,))], marks=pytest.mark.extended),
         # training/test_elastic_pipelines.py has more of this one.
         pytest.param("pipeline", [(0, (0, 1)), (3, (0, 1, 2)), (6, (2,))], marks=pytest.mark.extended),
-        ("decentralized", [(0, (0, 1)), (3, (0, 1, 2)), (6, (2,))]),
+        # training/test_elastic_averaging.py has more of this one.
+        pytest.param("decentralized", [(0, (0, 1)), (3, (0, 1, 2)), (6, (2,))], marks=pytest.mark.extended),
         ("pipelines side by side", [(0, (0, 1, 2, 3)), (3, (0, 1, 2, 3, 4)), (5, (2, 4)), (7, (2, 4, 5, 6))]),
     ],
 )
@@ -249,6 +257,7 @@ def test_workers_that_come_and_go_change_nothing(name: str, versions: Versions, 
     "name",
     but_further(
         ("fused", "fused, whole model", "fused, pipeline", "fused, pipelines side by side"),
+        "fused",
         "fused, pipeline",
         "fused, pipelines side by side",
     ),

@@ -15,8 +15,9 @@ pytestmark = pytest.mark.usefixtures("forked_commands")
 FOLDER = Path(__file__).parent.parent / "docs/tutorials"
 PAGES = ["loop", "elastic", "pipeline", "stragglers", "sweep"]
 # Verbs whose commands other tests run with small jobs, so that these pages are run by `make test-all`:
-# tests/cli/test_commands.py, tests/cli/test_sweep_command.py.
-ELSEWHERE = ["pipeline", "stragglers", "sweep"]
+# tests/cli/test_commands.py, tests/cli/test_sweep_command.py; scripts like that of "loop" are run by
+# tests/api/test_example_scripts.py.
+ELSEWHERE = ["loop", "pipeline", "stragglers", "sweep"]
 
 
 def text(page: str) -> str:

@@ -17,6 +17,7 @@ from plait.schema.settings import PolicySettings, SyncSettings, TrainSettings
 from plait.training import components
 from plait.training.choose_engine import make_loop
 from support.averaging import job_store
+from support.further import but_further
 from support.training import PlainWorker, unverified_job
 from support.world import run_ranks
 
@@ -51,7 +52,7 @@ def train(rank: int, address: str, settings: TrainSettings, folder: Path) -> tup
     return loop.run.batch_size, asked, source.state()
 
 
-@pytest.mark.parametrize("sync", ["all-reduce", "partial-reduce", "local-sgd"])
+@pytest.mark.parametrize("sync", but_further(("all-reduce", "partial-reduce", "local-sgd"), "local-sgd"))
 def test_a_policy_that_decides_by_rank_changes_all_workers_alike(sync: str, tmp_path: Path):
     settings = unverified_job(
         steps=30, sync=SyncSettings(sync), adapt=(PolicySettings("test_asked_once:by_rank", {}),)

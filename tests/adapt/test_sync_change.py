@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from plait.core import events
@@ -81,6 +82,8 @@ def test_a_resumed_run_goes_on_with_the_sync_that_a_policy_chose_unless_the_job_
     assert syncs(tmp_path / "other") == {"sma"}
 
 
+# The sync does above, and a measured topology in sync/test_topology_training.py.
+@pytest.mark.extended
 def test_a_resumed_run_goes_on_with_the_topology_that_a_policy_chose_unless_the_job_says_another(
     tmp_path: Path,
 ):

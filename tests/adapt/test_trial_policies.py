@@ -77,7 +77,9 @@ BY_NOISE = PolicySettings(
 )
 
 
-@pytest.mark.parametrize(("policy", "width"), [(BY_LOSS, 3), (BY_NOISE, 3), (BY_NOISE, 1)])
+@pytest.mark.parametrize(
+    ("policy", "width"), [(BY_LOSS, 3), (BY_NOISE, 3), pytest.param(BY_NOISE, 1, marks=pytest.mark.extended)]
+)
 def test_a_trial_changes_and_trains_as_it_does_alone(policy: PolicySettings, width: int, tmp_path: Path):
     sweep = sweep_of(RATES, width=width, job=job(policy, accumulate=2))
     result = sweep_here(sweep, tmp_path / "sweep")

@@ -177,6 +177,8 @@ def test_a_data_file_that_is_missing_names_itself_once(folder: Path):
     assert not (folder / "runs").exists()
 
 
+# Another does so in schema/test_hosts.py.
+@pytest.mark.extended
 def test_a_job_trains_over_two_hosts(folder: Path, hosts: Hosts):
     hosts.make("w0", "w1")
     words = ["-H", "w0:1,w1:1", "--nic", "eth0", "--set", f"cluster.shell={hosts.shell}", "--json"]

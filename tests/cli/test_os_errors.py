@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from plait.cli import app
 from plait.cli.os_errors import os_errors_as_messages
 from plait.core.errors import InputError, PlaitError
+from support.further import but_further
 from support.graphs import PROFILES
 
 JOB = "name: t\nmodel: plait.workloads.mlp:mlp_tiny\ndata: {kind: digits, batch_size: 8}\nsteps: 1\n"
@@ -66,7 +67,9 @@ def test_a_failure_of_the_system_becomes_one_message(failure: OSError, kind: typ
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
-@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-", "<&-"])
+@pytest.mark.parametrize(
+    "closed", but_further((">&-", ">&- 2>&-", "<&- >&- 2>&-", "<&-"), ">&-", ">&- 2>&-", "<&-")
+)
 def test_a_verb_without_standard_streams_does_its_work_and_writes_into_no_other_file(
     closed: str, tmp_path: Path
 ):

@@ -125,6 +125,8 @@ def test_fewer_workers_than_the_job_asks_for_end_it_with_a_checkpoint(tmp_path: 
     assert largest_difference(weights_of(run), peace) < 1e-9
 
 
+# A pipeline goes on without one in training/test_elastic_pipelines.py, a job replaces one below.
+@pytest.mark.extended
 def test_a_pipeline_goes_on_without_a_worker_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(auto_plan, "MEASURE_S", 0.1)
 

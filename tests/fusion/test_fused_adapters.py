@@ -219,7 +219,7 @@ CASES = {
 }
 
 
-RARE = ("bias", "tokens", "gpt2, which drops itself")
+RARE = ("bias", "tokens", "gpt2, which drops itself", "lora", "prefix")
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ def test_workers_return_their_results_and_their_output_carries_host_and_rank(tmp
     [
         ("raise", "worker 1 on localhost failed: ZeroDivisionError: a fault of the model's", 1),
         ("kill", "worker 1 on localhost failed: ended by SIGKILL", 1),
-        ("terminate", "worker 1 on localhost failed: ended by SIGTERM", 1),
+        pytest.param(
+            "terminate", "worker 1 on localhost failed: ended by SIGTERM", 1, marks=pytest.mark.extended
+        ),
         ("exit", "worker 1 on localhost failed: ended with status 7", 1),
         ("input", "data.path: found nothing, expected a folder", 2),
     ],
@@ -63,7 +65,13 @@ def test_one_workers_failure_ends_all_and_names_the_cause(how, message, status, 
     assert not any("Traceback" in line for line in memory.lines)
 
 
-@pytest.mark.parametrize("hosts", [(Host("localhost", 2),), (Host("localhost", 1), Host("other", 1))])
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        pytest.param((Host("localhost", 2),), marks=pytest.mark.extended),
+        (Host("localhost", 1), Host("other", 1)),
+    ],
+)
 def test_the_coordinator_answers_each_worker_and_its_result_comes_last(hosts, tmp_path: Path):
     shell = "env PLAIT_HOST={host}"
     changes = {"hosts": hosts, "shell": shell, "nic": "lo"} if len(hosts) > 1 else {"hosts": hosts}

@@ -20,6 +20,7 @@ from plait.launcher.supervision import host_agents
 from plait.launcher.supervision.launch_errors import Interrupted, WorkerError
 from plait.schema.hosts import LOCAL, Host
 from plait.schema.placement import ElasticRules
+from support.further import but_further
 from support.hosts import Hosts
 from support.launching import Memory, agents, launch_entry, left_behind, pause_agents_then_stop
 
@@ -40,7 +41,13 @@ def _nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("where", "how"), [("gloo", "sleeps"), ("tree", "sleeps"), ("tree", "stops"), ("nowhere", "stops")]
+    ("where", "how"),
+    [
+        ("gloo", "sleeps"),
+        pytest.param("tree", "sleeps", marks=pytest.mark.extended),
+        ("tree", "stops"),
+        pytest.param("nowhere", "stops", marks=pytest.mark.extended),
+    ],
 )
 def test_a_worker_that_hangs_is_the_one_that_is_named(where: str, how: str, tmp_path: Path):
     settings = {"where": where, "how": how, "who": 2}
@@ -98,7 +105,8 @@ def test_what_would_end_one_worker_after_the_other_ends_all_at_once(how: str, st
     assert (caught.value.rank, caught.value.exit_status) == (1, status)
 
 
-@pytest.mark.parametrize("how", ["kill", "raise", "stop"])
+# A worker that raises ends, as one that is killed does.
+@pytest.mark.parametrize("how", but_further(("kill", "raise", "stop"), "raise"))
 def test_with_one_worker_a_host_a_lost_one_is_left_out_too(how: str, tmp_path: Path, hosts: Hosts):
     hosts.make("w0", "w1")
     settings = {"who": 1, "how": how, "longer_s": 0.0}

@@ -155,6 +155,8 @@ def test_a_run_that_loses_a_host_goes_on_from_its_checkpoint_on_another_bit_for_
     assert all(torch.equal(in_peace[name], found[name]) for name in in_peace)
 
 
+# Without a launcher of hosts, faults/test_elastic.py has a host that joins and one that is lost.
+@pytest.mark.extended
 @pytest.mark.usefixtures("forked_commands")
 def test_an_elastic_run_goes_on_without_a_lost_host_and_grows_onto_a_new_one(
     provide: Callable[..., Provider], tmp_path: Path

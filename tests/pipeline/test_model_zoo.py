@@ -10,11 +10,17 @@ import torch
 
 import model_zoo as zoo
 from support import zoo_runs
+from support.further import but_further
 
 CASES = zoo.cases_by_name()
 
 
-@pytest.mark.parametrize("name", ["image googlenet", "image shufflenet", "hard auxiliary head"])
+@pytest.mark.parametrize(
+    "name",
+    but_further(
+        ("image googlenet", "image shufflenet", "hard auxiliary head"), "image googlenet", "image shufflenet"
+    ),
+)
 def test_a_model_in_two_stages_is_the_model_alone(name: str) -> None:
     assert zoo.stages_verdict(CASES[name]) == zoo.Verdict("right", "")
 
@@ -22,7 +28,7 @@ def test_a_model_in_two_stages_is_the_model_alone(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("image googlenet", ""),
+        pytest.param("image googlenet", "", marks=pytest.mark.extended),
         ("image convnext", ""),
         ("hard counter", ""),
         ("hard frozen part", ""),
@@ -80,6 +86,6 @@ def test_a_model_with_state_in_one_block_trains_on_two_workers_as_in_one_process
     assert zoo_runs.run_in_stages("divided block", tmp_path) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["divided block", "counter"])
+@pytest.mark.parametrize("name", but_further(("divided block", "counter"), "counter"))
 def test_a_sweep_of_three_trials_comes_to_what_each_comes_to_alone(name: str, tmp_path: Path) -> None:
     assert zoo_runs.sweep_apart(name, tmp_path) < 1e-9

@@ -99,6 +99,8 @@ def test_an_evaluation_in_stages_is_that_of_the_model_and_changes_nothing(name: 
     assert all(torch.equal(b, dict(before)[n]) for _, n, b in stages.buffers())
 
 
+# Dropout is off in evaluation in the stages of sweep/test_sweep_audit.py, too.
+@pytest.mark.extended
 def test_the_workload_transformer_is_evaluated_without_dropout() -> None:
     torch.manual_seed(0)
     model = transformer(vocabulary=50, context=16, layers=2, heads=2, width=16, dropout=0.5).double()

@@ -100,7 +100,7 @@ def test_a_workload_written_as_code_computes_the_same(
     assert_code_computes_the_same(factory().double(), as_double(inputs()), tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("name", but_further(MODELS, "encoder"))
+@pytest.mark.parametrize("name", but_further(MODELS, "encoder", "masked"))
 def test_a_difficult_model_written_as_code_computes_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from plait.planner.partition.partitioner import planning_graph
 from plait.planner.partition.solver import LevelBlock, Limits, ranges_of, solve
 from plait.planner.schedules.in_flight import Depth
 from plait.planner.stage_memory import stage_memory
+from support.further import but_further
 from support.graphs import PROFILES, chain, graphs
 
 PIPEDREAM = {
@@ -156,7 +157,7 @@ def test_a_memory_limit_leaves_the_best_plan_that_fits(graph, level, schedule):
     assert free.bottleneck_s <= found.bottleneck_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", PIPEDREAM)
+@pytest.mark.parametrize("name", but_further(PIPEDREAM, "gnmt", "resnet101"))
 def test_the_bottleneck_is_at_most_pipedreams(name):
     graph = profile(name)
     for cluster, published in zip(CLUSTERS, PIPEDREAM[name]):

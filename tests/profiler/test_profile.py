@@ -28,6 +28,7 @@ from plait.schema.plans.graph import Tie
 from plait.workloads.resnet import resnet18_tiny
 from plait.workloads.transformer import transformer_tiny
 from plait.workloads.vgg import vgg16_tiny
+from support.further import but_further
 from support.traced_models import make
 
 
@@ -92,7 +93,7 @@ class OperationsClock(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("model", "inputs"),
     [
-        (vgg16_tiny, lambda: torch.randn(16, 1, 32, 32)),
+        pytest.param(vgg16_tiny, lambda: torch.randn(16, 1, 32, 32), marks=pytest.mark.extended),
         pytest.param(resnet18_tiny, lambda: torch.randn(16, 1, 32, 32), marks=pytest.mark.extended),
         (transformer_tiny, lambda: torch.randint(0, 256, (8, 64))),
     ],
@@ -176,7 +177,7 @@ def test_the_gradient_of_a_tied_parameter_is_no_work_of_the_layers_between() -> 
     assert working(tied=True) == working(tied=False)
 
 
-@pytest.mark.parametrize("name", ["recurrent", "masked", "in-place"])
+@pytest.mark.parametrize("name", but_further(("recurrent", "masked", "in-place"), "recurrent", "masked"))
 def test_a_difficult_model_is_profiled_and_left_as_it_was(name: str) -> None:
     model, inputs = make(name, batch=2)
     before = copy.deepcopy(model.state_dict())

@@ -74,9 +74,8 @@ MODELS: dict[str, Any] = {
 }
 
 
-# What the first has is in bert-masked, too; models with their loss train in stages in
-# training/test_model_loss.py, gpt2 and models of images in pipeline/test_model_zoo.py.
-MORE = {"bert-classifier", "bert-with-loss", "bert-masked", "gpt2", "vit"}
+# Those with their loss train in stages in training/test_model_loss.py, too.
+MORE = {"bert-classifier", "bert-with-loss", "gpt2", "vit", "t5"}
 
 
 @pytest.mark.parametrize(

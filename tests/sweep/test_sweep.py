@@ -101,7 +101,16 @@ def matrices() -> nn.Module:
 
 # Microbatches of two workers, steps and clips are in test_sweep_replicas.py, losses with numbers of their own
 # below.
-@pytest.mark.parametrize("name", but_further(CASES, "accumulated microbatches", "steps, clips and smoothing"))
+# The steps of further optimizers are compared in tests/fusion.
+FURTHER = (
+    "accumulated microbatches",
+    "steps, clips and smoothing",
+    "optimizers for adapters",
+    "muon on matrices",
+)
+
+
+@pytest.mark.parametrize("name", but_further(CASES, *FURTHER))
 def test_each_trial_equals_plait_train_with_its_values(name: str, tmp_path: Path):
     settings = CASES[name]
     found = sweep_here(settings, tmp_path / "sweep")
@@ -242,7 +251,7 @@ def test_half_precision_scales_each_trials_loss_by_itself(tmp_path: Path):
         assert row["metrics"]["loss"] == pytest.approx(alone.test["loss"], rel=0.02)
 
 
-@pytest.mark.parametrize("search", ["grid", "halving"])
+@pytest.mark.parametrize("search", but_further(("grid", "halving"), "halving"))
 def test_a_trial_whose_weights_are_no_numbers_has_diverged_and_leaves_no_state(search: str, tmp_path: Path):
     """Also where the loss of its last step is a number still."""
     losses = Dimension("loss", ("cross-entropy", "support.training:broken_gradient"))

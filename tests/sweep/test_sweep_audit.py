@@ -195,7 +195,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 
 
 # The others sum, and average, in the same way; norms and dropout are in stages below.
-@pytest.mark.parametrize("name", but_further(SUMMED, "sgd", "batch norm and dropout", "local SGD"))
+@pytest.mark.parametrize(
+    "name", but_further(SUMMED, "sgd", "batch norm and dropout", "local SGD", "partial reduce")
+)
 def test_trials_that_two_workers_train_are_what_they_are_alone(
     name: str, shared: tuple[Path, dict[str, Any]]
 ) -> None:
@@ -230,7 +232,10 @@ def sweep_with_a_mistake(rank: int, settings: SweepSettings, folder: Path) -> st
 
 
 @pytest.mark.parametrize(
-    "sync", but_further(("all-reduce", "local-sgd", "partial-reduce", "in stages"), "all-reduce", "local-sgd")
+    "sync",
+    but_further(
+        ("all-reduce", "local-sgd", "partial-reduce", "in stages"), "all-reduce", "local-sgd", "in stages"
+    ),
 )
 def test_a_mistake_of_any_worker_ends_the_sweep_on_all_of_them(sync: str, tmp_path: Path) -> None:
     unverified: dict[str, Any] = {"steps": 5, "verify": VerifySettings(start="off")}

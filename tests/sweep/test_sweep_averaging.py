@@ -163,7 +163,7 @@ def sweep_and_trials(rank: int, sweep: SweepSettings, folder: Path, address: str
     but_further(
         EQUAL,
         *("local SGD", "DiLoCo", "unused layers", "pairs", "one by one", "factored states", "unlike seeds"),
-        *("SMA", "batch norms"),
+        *("SMA", "batch norms", "an empty share"),
     ),
 )
 def test_a_trial_equals_the_run_of_the_same_workers_under_the_same_sync(name: str, tmp_path: Path) -> None:
@@ -226,7 +226,9 @@ def watched_sweep(rank: int, settings: SweepSettings, folder: Path) -> tuple[Any
 
 
 # The first is the second without gradients; that pairs average is in tests/training/test_syncs.py.
-@pytest.mark.parametrize("name", but_further(OWN_PACE, "partial reduce", "AD-PSGD", "pair averaging"))
+@pytest.mark.parametrize(
+    "name", but_further(OWN_PACE, "partial reduce", "AD-PSGD", "pair averaging", "HetPipe")
+)
 def test_at_their_own_pace_workers_come_to_the_same_weights_and_use_each_sample_once(
     name: str, tmp_path: Path
 ) -> None:

@@ -103,6 +103,8 @@ def test_the_trials_of_a_killed_worker_go_on_from_their_last_evaluation(
     assert [each.lost for each in recorded(folder, WorkersChanged)] == [(victim,)]
 
 
+# Trials of a search that learns follow from the past alone in test_sweep_search.py.
+@pytest.mark.extended
 def test_drawn_trials_come_to_what_each_does_alone(tmp_path: Path):
     folder = tmp_path / "elastic"
     script = [Change(0, 5, (0, 1)), Change(0, 9, (1,), lost=True)]

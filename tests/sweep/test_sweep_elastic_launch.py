@@ -131,6 +131,8 @@ def test_the_trials_behind_a_cut_link_go_on_on_another_host(tmp_path: Path, host
     assert hosts.processes() == []
 
 
+# Without processes of their own, groups form anew in tests/test_engines.py; the one above has workers killed.
+@pytest.mark.extended
 def test_groups_of_workers_form_anew_when_one_is_killed_and_when_the_sweep_is_resized(tmp_path: Path):
     acts: dict[tuple[int, ...], Act] = {
         (0, 1, 2, 3): lambda display, workers: os.kill(workers[0].pid, signal.SIGKILL),

@@ -20,6 +20,7 @@ from plait.schema.settings import CheckpointSettings, ModelSettings, OptimizerSe
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trials.assigned_trials import AssignedTrials
 from plait.training.engines.train_step import TrainStep
+from support.further import but_further
 from support.sweeping import sweep_here, sweep_of, trial_alone
 from support.training import digits_job
 
@@ -55,8 +56,10 @@ CASES = {
 @pytest.mark.parametrize(
     ("name", "verify"),
     [
-        *((name, "first") for name in CASES),
+        ("when it is made", "first"),
+        ("at once", "first"),
         ("later", "off"),
+        pytest.param("later", "first", marks=pytest.mark.extended),
         *(pytest.param(name, "off", marks=pytest.mark.extended) for name in CASES if name != "later"),
     ],
 )
@@ -83,7 +86,7 @@ def test_a_trial_that_fails_is_told_of_and_the_others_go_on_fused(name: str, ver
 
 
 @pytest.mark.usefixtures("fused_steps_pay")
-@pytest.mark.parametrize("width", [None, pytest.param(1, marks=pytest.mark.extended), 2])
+@pytest.mark.parametrize("width", but_further((None, 1, 2), 1, 2))
 def test_a_first_trial_that_fails_costs_the_others_nothing(width: int | None, tmp_path: Path):
     settings = sweep_of("model_args.scale=2.0,0.5,1.0", job=job("FailsWhenMade"), width=width)
     found = sweep_here(settings, tmp_path / "sweep")
@@ -110,7 +113,8 @@ def test_a_sweep_whose_trials_all_fail_has_failed(tmp_path: Path):
     ]
 
 
-@pytest.mark.parametrize("search", ["halving", "asha", "pbt"])
+# That of a population is one among others; halving waits for it, as asha does not.
+@pytest.mark.parametrize("search", but_further(("halving", "asha", "pbt"), "asha", "pbt"))
 def test_searches_do_without_a_trial_that_failed(search: str, tmp_path: Path):
     over = "optimizer.lr=0.01,0.02,0.05,0.1"
     settings = sweep_of(over, job=job("Net", steps=6), kind=search, least_steps=2, eta=2)
@@ -137,7 +141,7 @@ def fail_trial(patch: pytest.MonkeyPatch, rate: float) -> None:
     patch.setattr(AssignedTrials, "_prepare", failing)
 
 
-@pytest.mark.parametrize("least", [2, 1])
+@pytest.mark.parametrize("least", but_further((2, 1), 2))
 def test_arrays_that_memory_is_too_short_for_are_made_narrower_and_a_trial_too_large_fails(
     least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

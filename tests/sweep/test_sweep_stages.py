@@ -232,10 +232,10 @@ FURTHER = ("flush", "gpipe", "tied", "zero-bubble", "recompute", "twice named")
         # A weight is tied, and stages recompute, in "several stages", too; zero-bubble is the schedule of a
         # row of tests/test_engines.py; a run has two names for a layer in training/test_pipeline_training.py.
         *(pytest.param(n, marks=pytest.mark.extended) for n in FURTHER),
+        # Trials that are not fused are in test_sweep_stages_verified.py, dropout is in test_sweep_audit.py.
+        *(pytest.param(n, marks=pytest.mark.extended) for n in ("dropout", "not fused")),
         "several stages",
-        "dropout",
         "pbt",
-        "not fused",
     ],
 )
 def test_a_trial_in_two_stages_equals_that_on_one_worker(

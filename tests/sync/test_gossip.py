@@ -17,6 +17,7 @@ from plait.sync.averaging.base import AveragedState
 from plait.sync.averaging.gossip import Gossip, ad_psgd, pair_averaging
 from plait.sync.averaging.peers import Peers
 from support.averaging import enter, job_store
+from support.further import but_further
 from support.world import run_ranks
 
 
@@ -72,7 +73,7 @@ def update_until(gossips: Sequence[Gossip], done: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("make", [ad_psgd, pair_averaging])
+@pytest.mark.parametrize("make", but_further((ad_psgd, pair_averaging), pair_averaging))
 def test_who_asks_a_worker_that_has_not_yet_synchronized_goes_on_when_it_has(make: Any):
     with job_store() as port:
         first, second = linked(port, 2, lambda peers, averaged: make(peers, averaged, seed=0))
@@ -89,7 +90,7 @@ def test_who_asks_a_worker_that_has_not_yet_synchronized_goes_on_when_it_has(mak
             gossip.close()
 
 
-@pytest.mark.parametrize("graph", ["complete", "ring"])
+@pytest.mark.parametrize("graph", but_further(("complete", "ring"), "complete"))
 def test_workers_of_even_place_average_among_themselves_when_all_others_are_lost(graph: str):
     weights: dict[int, list[torch.Tensor]] = {}
 
@@ -110,7 +111,9 @@ def test_workers_of_even_place_average_among_themselves_when_all_others_are_lost
     assert [weights[rank][0].tolist() for rank in (0, 2)] == [[1.0] * 4] * 2
 
 
-@pytest.mark.parametrize(("sync", "victim"), [("ad-psgd", 0), ("pair-averaging", 1)])
+@pytest.mark.parametrize(
+    ("sync", "victim"), [("ad-psgd", 0), pytest.param("pair-averaging", 1, marks=pytest.mark.extended)]
+)
 def test_a_killed_worker_leaves_the_rest_averaging_until_all_have_to(sync: str, victim: int):
     with job_store() as port:
         run_ranks(4, die_or_gossip, port, 4, sync, victim, may_die=(victim,))

@@ -18,6 +18,7 @@ from plait.sync.averaging.base import AveragedState
 from plait.sync.averaging.partial_reduce import PartialReduce
 from plait.sync.averaging.partial_reduce_rules import Arrival, Closed, NextStep, Open, Round, Rules, next_step
 from plait.sync.averaging.peers import Peers
+from support.further import but_further
 from support.simulated import SimulatedWorker, Simulation, changed
 
 
@@ -83,7 +84,7 @@ def check_that_all_synchronized_alike(stories: list[Story | None]) -> None:
         assert len(story.synchronized) == 2 or story.lost is not None
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("size", but_further(("small", "large"), "small"))
 def test_workers_that_are_stopped_or_killed_at_any_moment_hold_nobody_up_for_ever(size: str):
     with model_of(size):
         for seed in range(8):
@@ -99,7 +100,7 @@ def test_workers_that_are_stopped_or_killed_at_any_moment_hold_nobody_up_for_eve
             check_that_all_synchronized_alike(stories)
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("size", but_further(("small", "large"), "small"))
 def test_after_stops_shorter_than_a_lease_every_member_has_the_mean_of_all_members(size: str):
     with model_of(size):
         for seed in range(6):
@@ -171,7 +172,7 @@ def hang(worker: SimulatedWorker) -> Story:
     return train(1, 10, [0.1] * 3, timeout_s=6.0, minimum=3, patience=100.0)(worker)
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("size", but_further(("small", "large"), "large"))
 def test_a_wait_for_a_worker_that_hangs_ends_and_names_it(size: str):
     words = r"waited (6|12) s for worker 2 to .* or is slower than parallel.timeout_s allows"
     for seed in range(4):

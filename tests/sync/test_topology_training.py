@@ -83,7 +83,9 @@ def train_and_go_on(rank: int, job: TrainSettings, folder: Path) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize(("stages", "workers"), [((), (0, 1, 2)), ((1, 2), (1, 2))])
+@pytest.mark.parametrize(
+    ("stages", "workers"), [pytest.param((), (0, 1, 2), marks=pytest.mark.extended), ((1, 2), (1, 2))]
+)
 def test_a_resumed_run_sums_over_the_topology_that_was_measured(
     stages: tuple[int, ...], workers: tuple[int, ...], tmp_path: Path
 ):
@@ -126,7 +128,10 @@ def train_over_chain(rank: int, steps: int, folder: Path) -> tuple[str, int]:
     return run.settings.topology.name, result.step
 
 
-@pytest.mark.parametrize(("workers", "kept"), [(3, "test_topology_training:chain"), (2, "ring")])
+@pytest.mark.parametrize(
+    ("workers", "kept"),
+    [(3, "test_topology_training:chain"), pytest.param(2, "ring", marks=pytest.mark.extended)],
+)
 def test_a_run_goes_on_over_the_function_that_a_policy_chose_if_it_has_graphs_for_the_workers(
     workers: int, kept: str, tmp_path: Path
 ):

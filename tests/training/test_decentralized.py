@@ -153,6 +153,8 @@ def test_loaders_read_ahead_and_every_sample_is_used_once(tmp_path: Path):
     assert sum(paces[0]) > 2 * sum(paces[1])
 
 
+# One is killed, and replaced, in faults/test_elastic.py, and the rest finishes in test_elastic_averaging.py.
+@pytest.mark.extended
 @pytest.mark.usefixtures("forked_commands")
 def test_a_worker_killed_in_a_run_is_named_and_the_rest_finishes(tmp_path: Path):
     rank = 0
@@ -264,10 +266,10 @@ NORM: dict[str, Any] = {"model": ModelSettings("support.training:norm_net"), "st
 @pytest.mark.parametrize(
     ("stages", "step_s", "sync", "engine"),
     [
-        ((), (0.1, 0.1), "all-reduce", "WholeModelEngine"),
+        pytest.param((), (0.1, 0.1), "all-reduce", "WholeModelEngine", marks=pytest.mark.extended),
         ((), (0.1, 0.4), "partial-reduce", "DecentralizedEngine"),
         ((2, 2), (0.1, 0.1), "all-reduce", "PipelineEngine"),
-        ((2, 2), (0.1, 0.4), "partial-reduce", "DecentralizedEngine"),
+        pytest.param((2, 2), (0.1, 0.4), "partial-reduce", "DecentralizedEngine", marks=pytest.mark.extended),
     ],
 )
 def test_auto_measures_the_workers_and_leaves_the_model_as_it_was(

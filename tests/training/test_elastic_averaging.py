@@ -41,7 +41,9 @@ def recorded(folder: Path, kind: type[Any]) -> list[Any]:
     return [line.event for file in files for line in events.read(file) if isinstance(line.event, kind)]
 
 
-@pytest.mark.parametrize(("sync", "options"), syncs_but(*FURTHER, "pair-sync", "sma", "ad-psgd"), ids=NAMES)
+@pytest.mark.parametrize(
+    ("sync", "options"), syncs_but(*FURTHER, "pair-sync", "sma", "ad-psgd", "local-sgd-nesterov"), ids=NAMES
+)
 def test_workers_join_and_leave_and_every_sample_is_used_once(
     sync: str, options: dict[str, Any], tmp_path: Path
 ):
@@ -58,7 +60,10 @@ def test_workers_join_and_leave_and_every_sample_is_used_once(
     assert [change.left for change in changes] == [(), (0,), (1,), ()]
 
 
-@pytest.mark.parametrize(("first", "sync"), [((0, 1), "partial-reduce"), ((0,), "all-reduce")])
+@pytest.mark.parametrize(
+    ("first", "sync"),
+    [((0, 1), "partial-reduce"), pytest.param((0,), "all-reduce", marks=pytest.mark.extended)],
+)
 def test_workers_that_join_a_run_take_over_the_sync_that_its_first_workers_chose(
     first: tuple[int, ...], sync: str, tmp_path: Path
 ):
@@ -75,7 +80,7 @@ def test_workers_that_join_a_run_take_over_the_sync_that_its_first_workers_chose
     ("victim", "sync", "options"),
     [
         pytest.param(i % 3, *each.values, marks=each.marks)
-        for i, each in enumerate(syncs_but(*FURTHER, "pair-sync", "sma"))
+        for i, each in enumerate(syncs_but(*FURTHER, "pair-sync", "sma", "ad-psgd"))
     ],
     ids=NAMES,
 )

@@ -51,7 +51,9 @@ def test_workers_that_join_and_leave_change_no_step(tmp_path: Path):
     assert ["ResizeRequest" in each["said"] for each in found] == [True, False, False, False, False]
 
 
-@pytest.mark.parametrize(("victim", "topology"), [(0, "default"), (2, "native")])
+@pytest.mark.parametrize(
+    ("victim", "topology"), [(0, "default"), pytest.param(2, "native", marks=pytest.mark.extended)]
+)
 def test_the_step_in_which_a_worker_dies_is_taken_again_by_the_rest(
     victim: int, topology: str, tmp_path: Path
 ):
@@ -96,7 +98,10 @@ def test_a_change_that_only_some_workers_know_of_is_taken_back_when_the_first_di
         assert largest_difference(found[rank]["weights"], alone) < 1e-9
 
 
-@pytest.mark.parametrize(("kind", "loaders"), [("digits", 2), ("support.elastic:DigitStream", 1)])
+@pytest.mark.parametrize(
+    ("kind", "loaders"),
+    [pytest.param("digits", 2, marks=pytest.mark.extended), ("support.elastic:DigitStream", 1)],
+)
 def test_loader_processes_and_streams_go_on_at_the_same_sample(kind: str, loaders: int, tmp_path: Path):
     data = DataSettings(kind, 60, loaders=loaders)
     settings = unverified_job(steps=None, epochs=2, data=data)

@@ -68,7 +68,11 @@ def final_weights(folder: Path) -> dict[str, Any]:
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("replicas", "schedule"),
-    [((1, 1), Schedule.FLUSH), ((2, 1), Schedule.GPIPE), ((1, 2), Schedule.ZERO_BUBBLE)],
+    [
+        pytest.param((1, 1), Schedule.FLUSH, marks=pytest.mark.extended),
+        ((2, 1), Schedule.GPIPE),
+        pytest.param((1, 2), Schedule.ZERO_BUBBLE, marks=pytest.mark.extended),
+    ],
 )
 def test_a_pipelined_run_gives_the_weights_and_metrics_of_a_plain_one(
     tmp_path: Path, replicas: tuple[int, ...], schedule: Schedule
@@ -238,7 +242,7 @@ def with_choices(settings: TrainSettings, **choices: Any) -> TrainSettings:
     return replace(settings, pipeline=replace(settings.pipeline, **choices))
 
 
-@pytest.mark.parametrize("schedule", [Schedule.FLUSH, Schedule.STASH])
+@pytest.mark.parametrize("schedule", but_further((Schedule.FLUSH, Schedule.STASH), Schedule.FLUSH))
 def test_a_stop_is_obeyed_however_short_the_intervals_are(tmp_path: Path, schedule: Schedule) -> None:
     settings = unverified_plan((1, 1), schedule, checkpoint=CheckpointSettings(every_steps=1))
     stop = tmp_path / "stop"

@@ -20,7 +20,7 @@ from plait.training import components
 from plait.training.checks.first_evaluation import try_evaluation
 from plait.training.worker import train
 from support.sweeping import sweep_here, sweep_of
-from support.training import PlainWorker, digits_job, saved_weights
+from support.training import PlainWorker, digits_job, saved_weights, train_here
 
 HERE = "test_sanity"
 
@@ -264,10 +264,10 @@ class Sorted(TensorDataset):
     ("data", "metric", "size", "words"),
     [
         ("Noisy", "largest", 5, "largest of 5 test samples is"),
-        ("Noisy", "recall", 6, "recall of 6 test samples is"),
+        pytest.param("Noisy", "recall", 6, "recall of 6 test samples is", marks=pytest.mark.extended),
         ("Sorted", "balanced", 4, "balanced of 4 test samples is"),
         ("Noisy", "counting", 5, "counting changes self.calls when it is called"),
-        ("Sorted", "summed", 5, None),
+        pytest.param("Sorted", "summed", 5, None, marks=pytest.mark.extended),
         ("Sorted", "weighted", 5, None),
     ],
 )
@@ -278,6 +278,18 @@ def test_a_metric_that_goes_by_how_samples_are_cut_is_said(
     trained(job(data, evaluate=evaluate), tmp_path)
     said = capfd.readouterr().err
     assert f"evaluate.metric: {words}" in said if words else "evaluate.metric" not in said
+
+
+def test_sets_that_run_no_code_of_the_users_are_read_without_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("another process was started")
+
+    monkeypatch.setattr("plait.data.loader_processes.LoaderPool", refuse)
+    train_here(digits_job(steps=1), tmp_path)
+    with pytest.raises(AssertionError, match="another process"):
+        train_here(job("Noisy"), tmp_path)
 
 
 def test_a_sweep_tries_an_evaluation_before_its_first_step(tmp_path: Path):

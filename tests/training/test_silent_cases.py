@@ -130,7 +130,7 @@ def outcomes(
 
 
 # The cases of a mode are shared out to as many worlds.
-SHARES = {"flush": 3, "two": 2, "one": 2}
+SHARES = {"flush": 2, "two": 2, "one": 2}
 
 
 def all_but(*names: str) -> tuple[str, ...]:
@@ -141,24 +141,34 @@ def all_but(*names: str) -> tuple[str, ...]:
 AT_ONCE = {
     "two": all_but(
         # One process evaluates them, and accumulates over them, as two workers do.
-        *("merged in evaluation", "swapped in evaluation", "optimizer with modes", "extra state"),
-        *("optimizer around another", "loss instance", "loss by a global", "loss by gradient mode"),
+        *(
+            "merged in evaluation",
+            "swapped in evaluation",
+            "optimizer with modes",
+            "optimizer around another",
+        ),
+        *("extra state", "loss instance", "loss by a global", "loss by gradient mode", "set_epoch"),
         "gradients clipped by a hook",  # masks are hooks, too
+        "stream by rank, later",  # which is refused as one that divides itself from its first sample
+        "checkpointed, all used",
     ),
-    "replicas": ("counting block", "first batch", "rows carried over", "memory bank"),
+    "replicas": ("counting block", "first batch", "memory bank"),
     "flush": all_but(
-        # What is kept in a dict, a class, a global, a generator or one block is refused in the same way.
+        # What is kept in a dict, a class, a generator or one block is refused as what is kept in a global.
         *("every seventh forward", "countdown", "annealer", "window"),
+        *("count in a dict", "class attribute", "own random numbers"),
         # One process, or two workers, read, evaluate and resume them as stages do.
         *("frozen norm", "from evaluation mode", "extra state", "set_epoch", "stream that counts epochs"),
-        *("loss that counts", "steps in groups", "schedule-free", "own rate"),
-        # In stages under another schedule.
+        *("loss that counts", "loss instance", "steps in groups", "schedule-free", "own rate"),
+        *("swapped in evaluation", "optimizer around another", "optimizer with modes"),
+        # In stages under another schedule, or as a value at another place.
         *("masked gradients", "kept gradients", "weights in a list", "counting block", "momentum encoder"),
+        *("mean teacher", "clamped weights", "gradients clipped by a hook", "task name inside"),
     ),
-    "recompute": ("clamped weights", "counting block", "momentum encoder"),
+    "recompute": ("clamped weights", "counting block"),
     "zero-bubble": ("kept gradients", "masked gradients"),
-    "2bw": ("clamped weights", "weights in a list"),
-    "stash": ("mean teacher", "clamped weights", "counting block", "masked gradients", "own rate"),
+    "2bw": ("weights in a list",),
+    "stash": ("mean teacher", "clamped weights", "own rate"),
 }
 
 

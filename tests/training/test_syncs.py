@@ -29,9 +29,10 @@ def one_process(settings: TrainSettings, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("sync", "options"),
     [
-        ("sma", {"alpha": 1.0}),
+        # Elastic averaging is exact in a simulation of its rounds, and one server is three that share keys.
+        pytest.param("sma", {"alpha": 1.0}, marks=pytest.mark.extended),
         ("local-sgd", {"every": 1, "outer": "nesterov", "outer_lr": 1.0, "outer_momentum": 0.0}),
-        ("hetpipe", {"staleness": 0, "servers": 3}),
+        pytest.param("hetpipe", {"staleness": 0, "servers": 3}, marks=pytest.mark.extended),
         ("hetpipe", {"staleness": 0, "servers": 1, "dedicated": True}),
     ],
 )

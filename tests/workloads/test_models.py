@@ -78,7 +78,14 @@ def batch_for(factory: Factory, size: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 1, 8, 8), torch.arange(size) % 10
 
 
-@pytest.mark.parametrize(("factory", "count", "billions"), IMAGE_MODELS)
+# The others of a family differ in numbers of layers and widths.
+FURTHER = (resnet18, mobilenet_v3_small)
+
+
+@pytest.mark.parametrize(
+    ("factory", "count", "billions"),
+    [pytest.param(*each, marks=[pytest.mark.extended] * (each[0] in FURTHER)) for each in IMAGE_MODELS],
+)
 def test_an_image_model_has_the_published_size_and_does_the_published_work(factory, count, billions):
     pixels, classes = (32, 10) if factory is resnet56 else (224, 1000)
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
@@ -162,7 +169,9 @@ def test_an_lstm_begins_uniform_in_its_range():
     assert -0.05 <= weights.min() < -0.049
 
 
-@pytest.mark.parametrize("factory", TINY_MODELS)
+@pytest.mark.parametrize(
+    "factory", but_further(TINY_MODELS, resnet50_tiny, mobilenet_v2_tiny, mobilenet_v3_small_tiny)
+)
 def test_a_tiny_model_learns_one_batch_and_every_weight_gets_a_gradient(factory):
     torch.manual_seed(0)
     model = factory()

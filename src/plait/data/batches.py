@@ -12,6 +12,7 @@ from plait.data.generators import kept_generators, looks, seed_sample
 from plait.data.loader_processes import load_aside
 from plait.data.seeding import mix, mix_further, seed_all
 from plait.workloads.data import is_stream
+from plait.workloads.data.stored import Images, Windows
 
 Collate = Callable[[list[Any]], Any]
 
@@ -19,6 +20,8 @@ Collate = Callable[[list[Any]], Any]
 _ASIDE_S = 30.0
 # How many samples are watched for draws, which takes about as long as to seed the generators.
 _WATCHED = 64
+# Sets whose samples run no code of the user's, which could read a seed or change something.
+_STORED = (TensorDataset, list, Images, Windows)
 _EPOCHS_END = (
     "give it a __len__ with the samples that every epoch has: the stages of a pipeline must know where "
     "epochs end"
@@ -65,8 +68,7 @@ class DataSource:
         self._collate_fn = collate_fn or own_collate_fn(dataset)
         self._arrange = arrange
         self._several = hasattr(_innermost(dataset), "__getitems__")
-        # Tensors and lists run no code of the user's that could read a seed.
-        self._is_stored = type(_innermost(dataset)) in (TensorDataset, list)
+        self._is_stored = type(_innermost(dataset)) in _STORED
         self._to_watch = _WATCHED
         self._draws = False
         self._reader: StreamReader | None = None
@@ -113,6 +115,11 @@ class DataSource:
                 return self._arrange(self.dataset.collated_batch(list(numbers)))
             # The collate function goes on with the numbers of the last sample.
             return self.collated(self._read(epoch, numbers, seed))
+
+    @property
+    def has_no_effects(self) -> bool:
+        """Whether samples are read and collated without code of the user's, so that nothing else changes."""
+        return self._is_stored and self._collate_fn is None
 
     @property
     def may_vary(self) -> bool:

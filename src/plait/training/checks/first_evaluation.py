@@ -39,8 +39,9 @@ def try_evaluation(components: Components, settings: TrainSettings, rank: int, w
     """Evaluate this worker's share of the first `evaluate.sanity_batches` test batches; its error is raised.
 
     What to say of a metric that is no sum over samples is returned, else nothing. Nothing is left of it:
-    batches are read by another process, metrics are copies, and random numbers and the buffers and attributes
-    of the model, and of a loss or metric that is a module, are put back.
+    batches whose reading could change something are read by another process, metrics are copies, and random
+    numbers and the buffers and attributes of the model, and of a loss or metric that is a module, are
+    restored.
     """
     wanted = settings.evaluate.sanity_batches
     if wanted == 0 or components.test_set is None:
@@ -90,7 +91,7 @@ def _read(
         spread = [i * len(source) // size for i in range(min(size, len(source)))]
         yield source.batch(0, spread, settings.seed), len(spread), is_by_all_of(world_size)
 
-    batches = load_aside(shares(), LONGEST_S)
+    batches = None if components.test_set.has_no_effects else load_aside(shares(), LONGEST_S)
     if batches is None and components.test_set.is_stream:
         # If it were read here, later evaluations might find no samples.
         log.info("the test split is a stream that cannot be read in another process; it is not tried")
