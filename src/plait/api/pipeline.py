@@ -38,7 +38,7 @@ from plait.core.splits import split
 from plait.data.call_model import is_compiled, set_mode
 from plait.data.seeding import keep_random_states
 from plait.pipeline.cutting.whole_modules import Stages
-from plait.pipeline.executor import PipelineParts
+from plait.pipeline.pipeline_parts import PipelineParts
 from plait.pipeline.microbatches import microbatch_count
 from plait.pipeline.named_state import Tensors, remember_start
 from plait.pipeline.stage import Autocast, Loss
