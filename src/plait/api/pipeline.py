@@ -38,9 +38,9 @@ from plait.core.splits import split
 from plait.data.call_model import is_compiled, set_mode
 from plait.data.seeding import keep_random_states
 from plait.pipeline.cutting.whole_modules import Stages
-from plait.pipeline.pipeline_parts import PipelineParts
 from plait.pipeline.microbatches import microbatch_count
 from plait.pipeline.named_state import Tensors, remember_start
+from plait.pipeline.pipeline_parts import PipelineParts
 from plait.pipeline.stage import Autocast, Loss
 from plait.pipeline.verify.optimizer_traits import find_traits, objection_in_stages
 from plait.planner.schedules.in_flight import Schedule

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from plait.data import loader
 from plait.data.call_model import compile_in_place, evaluated_weights, evaluation_mode, forward
-from plait.pipeline.pipeline_parts import PipelineParts
 from plait.pipeline.named_state import Tensors, load_optimizer_state, optimizer_state
+from plait.pipeline.pipeline_parts import PipelineParts
 
 
 class WholeModel:
