@@ -1,4 +1,4 @@
-"""The trials that the coordinator has assigned to a worker: taken, made ready, given back, or failed."""
+"""The trials that the coordinator has assigned to a worker: taken, made ready, returned, or failed."""
 
 from __future__ import annotations
 
