@@ -203,7 +203,9 @@ def test_an_event_of_an_unknown_kind_names_its_line(tmp_path: Path):
 def test_a_damaged_line_of_events_is_refused_by_its_number(tmp_path: Path, line: bytes):
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"t":1,"rank":0,"kind":"test-happened","what":"a","number":1}\n' + line + b"\n")
-    with pytest.raises(ArtefactError, match=r"events.jsonl:2: found .*, expected an event; delete that line") as caught:
+    with pytest.raises(
+        ArtefactError, match=r"events.jsonl:2: found .*, expected an event; delete that line"
+    ) as caught:
         list(events.read(path))
     assert len(str(caught.value)) < 500
 
