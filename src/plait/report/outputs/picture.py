@@ -18,7 +18,7 @@ COLUMNS = 3
 MOST_BARS = 2000
 _COLOURS = {
     "F": "#4c8bf5", "B": "#2f9561", "I": "#2f9561", "W": "#a8d5b5", "U": "#d9962b",
-    "S": "#4c8bf5", "P": "#4c8bf5", "C": "#c0c4d0"}  # fmt: skip
+    "S": "#4c8bf5", "P": "#4c8bf5", "C": "#c0c4d0", "A": "#5c6170"}  # fmt: skip
 
 
 def draw_report(data: RunData, path: Path) -> None:
