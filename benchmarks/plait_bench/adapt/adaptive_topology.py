@@ -78,7 +78,7 @@ class Course:
 
 
 FULL = Course(40, 120, 260)
-QUICK = Course(10, 26, 40, window=6)
+QUICK = Course(8, 24, 36, window=6)
 REPEATS, QUICK_REPEATS = 3, 2
 
 
@@ -100,7 +100,7 @@ def run(quick: bool = False, command: str = "plait bench adaptive-topology") -> 
         claim = BenchClaim(f"four hosts: {reason}", None, "four network namespaces", False)
         return Bench("adaptive-topology", command, [], [claim])
     # The run that stays as it is need not see the link's end.
-    stays = replace(course, free=course.slow + 13, steps=course.slow + 15)
+    stays = replace(course, free=course.slow + 10, steps=course.slow + 12)
     courses = dict(zip(KINDS, (course, stays)))
     runs = _record({f"{kind}-{n}": courses[kind] for n in range(repeats) for kind in KINDS})
     rows = [row for each in runs for row in _rows(each)]
@@ -110,7 +110,7 @@ def run(quick: bool = False, command: str = "plait bench adaptive-topology") -> 
 
 def _settings(adaptive: bool, course: Course) -> TrainSettings:
     # The way back is tried soon after the links are free, in a run that is short.
-    retry = (course.free - course.slow) // 2 + 4
+    retry = (course.free - course.slow) // 2 + 6
     policy = PolicySettings(
         "topology", {"candidates": CANDIDATES, "retry_steps": retry, "window": course.window}
     )
