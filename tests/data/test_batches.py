@@ -13,10 +13,10 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, Subset, default_collate, random_split
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, random_split
 
 from plait.core.errors import DataError, JobError
-from plait.data import generators
+from plait.data import fingerprint, generators
 from plait.data.batches import DataSource
 from plait.data.loader import cut, load
 from plait.data.sampler import Position, batches
@@ -84,6 +84,25 @@ def test_a_part_of_a_set_gives_its_own_samples_whatever_the_share(share: int, lo
     # Two workers whose shares are that large.
     found = contents(part, 2 * share, loaders, ranks=2)
     assert sorted(found) == sorted(expected)
+
+
+def test_samples_that_run_no_code_of_the_users_are_looked_at_without_another_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = []
+
+    def aside(looks: Any, seconds: float) -> list[Any]:
+        started.append(seconds)
+        return list(looks)
+
+    monkeypatch.setattr(fingerprint, "load_aside", aside)
+    before = torch.get_rng_state()
+    stored = TensorDataset(torch.arange(20.0)[:, None], -torch.arange(20))
+    found = fingerprint.take_fingerprints((DataSource(stored), None), seed=0)
+    assert started == []
+    assert torch.equal(torch.get_rng_state(), before)
+    assert fingerprint.take_fingerprints((DataSource(Numbers()), None), seed=0) == found
+    assert len(started) == 1
 
 
 class Drawing(Numbers):

@@ -20,7 +20,7 @@ from plait.training import components
 from plait.training.checks.first_evaluation import try_evaluation
 from plait.training.worker import train
 from support.sweeping import sweep_here, sweep_of
-from support.training import PlainWorker, digits_job, saved_weights, train_here
+from support.training import PlainWorker, digits_job, saved_weights
 
 HERE = "test_sanity"
 
@@ -278,18 +278,6 @@ def test_a_metric_that_goes_by_how_samples_are_cut_is_said(
     trained(job(data, evaluate=evaluate), tmp_path)
     said = capfd.readouterr().err
     assert f"evaluate.metric: {words}" in said if words else "evaluate.metric" not in said
-
-
-def test_sets_that_run_no_code_of_the_users_are_read_without_another_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise AssertionError("another process was started")
-
-    monkeypatch.setattr("plait.data.loader_processes.LoaderPool", refuse)
-    train_here(digits_job(steps=1), tmp_path)
-    with pytest.raises(AssertionError, match="another process"):
-        train_here(job("Noisy"), tmp_path)
 
 
 def test_a_sweep_tries_an_evaluation_before_its_first_step(tmp_path: Path):
