@@ -496,3 +496,20 @@ def test_the_weights_of_recurrent_layers_are_left_as_they_are():
     fused.module.flatten_parameters()
     assert "flatten_parameters" not in vars(fused.trial(0))
     assert copy.deepcopy(fused)(torch.randn(2, 5, 1, 3))[0].shape == (2, 5, 1, 4)
+
+
+def test_what_is_detached_in_place_has_no_gradients_rather_than_zeros():
+    class Detaching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Conv1d(4, 4, 3), nn.Conv1d(4, 4, 3)
+
+        def forward(self, x):
+            y = self.one(x)
+            y.detach_()
+            return self.two(y)
+
+    fused = fuse([Detaching() for _ in range(2)])
+    fused(torch.randn(2, 3, 4, 7)).sum().backward()
+    assert fused.module.one.weight.grad is None
+    assert fused.module.two.weight.grad is not None

@@ -253,6 +253,20 @@ def test_the_gradient_of_what_was_passed_by_is_refused_and_that_of_a_clone_is_wh
                 torch.testing.assert_close(own.grad[number], right.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("ask", ["register_hook", "retain_grad"])
+def test_a_hook_on_what_was_passed_by_is_refused_after_the_forward_too(ask, kernels):
+    class Returning(Layers):
+        def forward(self, x):
+            total = self.one(x) + x
+            return total, self.norm(total)
+
+    total, n = fuse([Returning() for _ in range(2)], verify=False)(torch.randn(2, 4, 5, WIDTH))
+    hook = [lambda gradient: gradient * 0.5] * (ask == "register_hook")
+    getattr(n, ask)(*hook)
+    with pytest.raises(FusionError, match="asks for the gradient of a tensor after it was used"):
+        getattr(total, ask)(*hook)
+
+
 def add_to(x):
     x.add_(1.0)
 

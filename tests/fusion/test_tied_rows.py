@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -138,6 +139,17 @@ def test_values_that_a_model_sets_between_two_uses_are_those_of_the_second():
         torch.testing.assert_close(y[number], alone)
         found = fused.module.words.weight.grad[number] * 2  # the mean is that of two trials
         torch.testing.assert_close(found, model.words.weight.grad)
+
+
+def test_an_array_is_copied_between_a_forward_and_its_backward():
+    fused = fuse([Tied() for _ in range(2)], verify=False)
+    ids = torch.randint(WORDS, (2, 5, 6))
+    losses = [fused(ids).sin().sum()]
+    losses += [one(ids).sin().sum() for one in (copy.deepcopy(fused), fused)]
+    copied = pickle.loads(pickle.dumps(fused))
+    losses[0].backward()
+    losses.append(copied(ids).sin().sum())
+    assert len({loss.item() for loss in losses}) == 1
 
 
 def test_a_backward_that_failed_leaves_nothing_to_the_next_one():

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from plait.fusion.dispatch.refusals import refuse_passed_by
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, unwrap
 from plait.fusion.errors import FusionError
 
@@ -61,6 +62,8 @@ def leave_trials(trials: Trials, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     left = unwrap(value, trials)
+    if isinstance(value, TrialTensor) and value.is_passed_by:
+        left.register_hook = left.retain_grad = refuse_passed_by  # type: ignore[method-assign]
     if isinstance(value, TrialTensor) and value.rows_at and trials.rows is not None:
         # A loss that uses this tensor later must know that its rows are not the first axis.
         left.plait_rows_at = value.rows_at  # type: ignore[attr-defined]

@@ -44,6 +44,14 @@ def refuse_transformed(function: Function) -> NoReturn:
     )
 
 
+def refuse_passed_by(*_: Any, **__: Any) -> NoReturn:
+    """Raise FusionError for a hook on a tensor past which the next operation was computed."""
+    raise FusionError(
+        f"{user_line()}\n  asks for the gradient of a tensor after it was used, together with which the next "
+        f"operation was computed; clone it before it is used (y = layer(x).clone())"
+    )
+
+
 def no_fused_form(function: Function, failure: Exception) -> FusionError:
     message = " ".join(str(failure).split())
     return FusionError(

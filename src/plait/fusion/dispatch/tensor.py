@@ -56,6 +56,10 @@ class Trials:
         # The tensors of this forward that were made pending.
         self._made_pending: list[weakref.ref[TrialTensor]] = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: without what belongs to the graph of a forward."""
+        return {**vars(self), "tables": None, "_made_pending": []}
+
     def note_pending(self, tensor: TrialTensor) -> None:
         self._made_pending.append(weakref.ref(tensor))
 

@@ -72,6 +72,16 @@ def unary(function: Function, args: Arguments, kwargs: Options) -> Any:
     return x if outcome is inner else TrialTensor(outcome, x.trials)
 
 
+@rule("detach_")
+def detach_in_place(function: Function, args: Arguments, kwargs: Options) -> Any:
+    """Also where the tensor of all trials is a view, which torch does not detach in place."""
+    x = args[0]
+    if x.stacked.is_leaf:
+        return unary(function, args, kwargs)
+    x.resolve(x.stacked.detach())
+    return x
+
+
 @takes_per_trial
 @rule(*_SEVERAL.split())
 def elementwise(function: Function, args: Arguments, kwargs: Options) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.fusion.dispatch.refusals import refuse_passed_by
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, getter
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, unwrap
 from plait.fusion.errors import FusionError, user_line
@@ -34,10 +35,7 @@ def each_trial(hooks: list[list[GradientHook]]) -> Callable[[Tensor], Tensor]:
 def differentiated(x: Tensor, trials: Trials) -> Tensor:
     """The tensor of all trials whose gradient is asked for; raises FusionError if parts of that passed by."""
     if isinstance(x, TrialTensor) and x.is_passed_by:
-        raise FusionError(
-            f"{user_line()}\n  asks for the gradient of a tensor after it was used, together with which the "
-            f"next operation was computed; clone it before it is used (y = layer(x).clone())"
-        )
+        refuse_passed_by()
     return unwrap(x, trials)
 
 
