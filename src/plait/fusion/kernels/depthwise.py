@@ -1,6 +1,6 @@
 """Depthwise convolutions of all trials in one launch each, and their gradients.
 
-Each channel of each trial has a filter of its own, so that trials are but more channels. cuDNN takes a launch
+Each channel of each trial has one filter, so that trials are but more channels. cuDNN takes a launch
 for each channel where a stride or a kernel is unusual: 20,000 a step for 32 MobileNets.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found,misc"

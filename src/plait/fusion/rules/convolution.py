@@ -104,7 +104,7 @@ def _per_trial(
 
 
 def _is_depthwise(weight: Tensor, groups: int) -> bool:
-    """Whether each channel of one or two spatial axes has one filter of its own."""
+    """Whether each channel with one or two spatial axes is convolved with one filter."""
     return weight.dim() < 6 and weight.shape[1] == groups and weight.shape[2] == 1
 
 
