@@ -24,8 +24,13 @@ def apart(found, wanted):
 
 
 def images(channels, height, width):
-    made = torch.randn(BATCH, height, width, TRIALS * channels, device="cuda", dtype=torch.bfloat16)
-    return made.permute(0, 3, 1, 2)
+    made = torch.randn(BATCH, height, width, TRIALS, channels, device="cuda", dtype=torch.bfloat16)
+    return made.permute(3, 0, 4, 1, 2)
+
+
+def folded(images):
+    """The channels of all trials as those of one image, as torch's grouped convolutions take them."""
+    return images.movedim(0, 1).flatten(1, 2)
 
 
 # Channels, outs, size, kernel, stride, padding: boxes with and without a stride, a kernel of one point,
@@ -61,7 +66,7 @@ def test_a_convolution_and_its_gradients_equal_torchs_in_float64(
     exact = [part.detach().double().requires_grad_() for part in given]
     rounded = exact[1] + (weight.detach().bfloat16().double() - exact[1]).detach()
     flat = exact[2].flatten() if has_bias else None
-    wanted = F.conv2d(exact[0], rounded.flatten(0, 1), flat, stride, pad, groups=TRIALS)
+    wanted = F.conv2d(folded(exact[0]), rounded.flatten(0, 1), flat, stride, pad, groups=TRIALS)
     check_gradients(y, given, wanted, exact)
 
 
@@ -83,13 +88,14 @@ def test_a_depthwise_convolution_and_its_gradients_equal_torchs_in_float64(
 
     torch.manual_seed(0)
     x, total = images(channels, *size).requires_grad_(), TRIALS * channels
-    filters = torch.randn(total, 1, *kernel, device="cuda", requires_grad=True)
-    bias = torch.randn(total, device="cuda", requires_grad=True) if has_bias else None
+    filters = torch.randn(TRIALS, channels, 1, *kernel, device="cuda", requires_grad=True)
+    bias = torch.randn(TRIALS, channels, device="cuda", requires_grad=True) if has_bias else None
     given = [x, filters, *([bias] if has_bias else [])]
     y = depthwise_convolution(x, filters, bias, stride, pad, dilation)
     exact = [part.detach().double().requires_grad_() for part in given]
     rounded = exact[1] + (filters.detach().bfloat16().double() - exact[1]).detach()
-    wanted = F.conv2d(exact[0], rounded, exact[2] if has_bias else None, stride, pad, dilation, groups=total)
+    flat = exact[2].flatten() if has_bias else None
+    wanted = F.conv2d(folded(exact[0]), rounded.flatten(0, 1), flat, stride, pad, dilation, groups=total)
     check_gradients(y, given, wanted, exact)
 
 
@@ -109,16 +115,33 @@ def test_a_transposed_convolution_and_its_gradients_equal_torchs_in_float64(
     rounded = exact[1] + (weight.detach().bfloat16().double() - exact[1]).detach()
     extra = [length - ((less - 1) * stride - 2 * pad + kernel) for length, less in zip(size, small)]
     wanted = F.conv_transpose2d(
-        exact[0], rounded.flatten(0, 1), exact[2].flatten(), stride, pad, extra, groups=TRIALS
+        folded(exact[0]), rounded.flatten(0, 1), exact[2].flatten(), stride, pad, extra, groups=TRIALS
     )
     check_gradients(y, [x, weight, bias], wanted, exact)
 
 
+def test_a_bias_that_trials_share_reaches_the_channels_of_each():
+    from plait.fusion.kernels.depthwise import depthwise_convolution
+    from plait.fusion.kernels.trial_convolution import trial_convolution
+
+    x, bias = images(24, 6, 6), torch.randn(24, device="cuda").expand(TRIALS, 24)
+    full, filters = (torch.randn(TRIALS, 24, each, 3, 3, device="cuda") for each in (24, 1))
+    for found, weight, groups in (
+        (trial_convolution(x, full, bias, 1, (1, 1)), full, 1),
+        (depthwise_convolution(x, filters, bias, (1, 1), (1, 1), (1, 1)), filters, 24),
+    ):
+        for own, image, kernel in zip(found, x, weight):
+            wanted = F.conv2d(
+                image.double(), kernel.bfloat16().double(), bias[0].double(), 1, 1, groups=groups
+            )
+            assert apart(own, wanted) < ROUNDING
+
+
 def check_gradients(found, given, wanted, exact):
-    assert apart(found, wanted) < ROUNDING
+    assert apart(folded(found), wanted) < ROUNDING
     dy = torch.randn_like(found)
     gradients = torch.autograd.grad(found, given, dy)
-    for ours, theirs in zip(gradients, torch.autograd.grad(wanted, exact, dy.double())):
+    for ours, theirs in zip(gradients, torch.autograd.grad(wanted, exact, folded(dy).double())):
         assert apart(ours, theirs) < ROUNDING
 
 
@@ -127,12 +150,12 @@ def test_a_trial_that_is_not_a_number_leaves_its_neighbours(channels, stride):
     from plait.fusion.kernels.trial_convolution import trial_convolution
 
     x = images(channels, 8, 8)
-    x[:, channels : 2 * channels] = float("nan")
+    x[1] = float("nan")
     x.requires_grad_()
     weight = torch.randn(TRIALS, 40, channels, 3, 3, device="cuda", requires_grad=True)
     y = trial_convolution(x, weight, None, stride, (1, 1))
     dx, dw = torch.autograd.grad(y, [x, weight], torch.where(y.isnan(), torch.nan, torch.ones_like(y)))
-    for part in (y.unflatten(1, (TRIALS, -1)).movedim(1, 0), dx.unflatten(1, (TRIALS, -1)).movedim(1, 0), dw):
+    for part in (y, dx, dw):
         assert [trial.isfinite().all().item() for trial in part] == [True, False, True]
 
 

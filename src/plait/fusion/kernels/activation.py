@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.fusion.kernels import cdiv
+from plait.fusion.plain_function import PlainFunction
 
 try:
     import triton
@@ -106,7 +107,7 @@ def _apply(y: Tensor, bias: Tensor, out: Tensor, kind: str) -> None:
         _activation_forward[grid](y, bias, out, rows, width, y.stride(1), kind, _ROWS, _COLUMNS)
 
 
-class _Biased(torch.autograd.Function):
+class _Biased(PlainFunction):
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
         ctx.kind = bias.dtype
@@ -119,7 +120,7 @@ class _Biased(torch.autograd.Function):
         return dy, dy.sum(1, dtype=ctx.kind) if ctx.needs_input_grad[1] else None
 
 
-class _Activated(torch.autograd.Function):
+class _Activated(PlainFunction):
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor, kind: str) -> Tensor:
         ctx.kind = kind

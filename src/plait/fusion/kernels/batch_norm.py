@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from plait.fusion.kernels import cdiv
+from plait.fusion.plain_function import PlainFunction
 
 try:
     import triton
@@ -345,7 +346,7 @@ def _partial(rows: int, channels: int, block: int, device: torch.device) -> Tens
     return torch.empty((shares, 2, channels), dtype=torch.float32, device=device)
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(PlainFunction):
     """Batch norm and activation of (batch, points, channels), given the statistics."""
 
     @staticmethod
@@ -376,7 +377,7 @@ class _Norm(torch.autograd.Function):
         return dx, totals[1], totals[0], None, None
 
 
-class _NormLargest(torch.autograd.Function):
+class _NormLargest(PlainFunction):
     """The maximum of `_Norm` over the points of a sample, without storing the norm's output."""
 
     @staticmethod

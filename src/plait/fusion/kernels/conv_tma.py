@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from plait.fusion.kernels import cdiv, power_of_2_from
-from plait.fusion.kernels.images import Pad, new_images, small_size
+from plait.fusion.kernels.images import Pad
 
 try:
     import triton
@@ -257,36 +257,28 @@ def _one_row(images: Tensor) -> Tensor:
     return images.permute(0, 2, 3, 1).reshape(1, 1, -1, images.shape[1]).permute(0, 3, 1, 2)
 
 
-def down(
-    large: Tensor,
-    taps: Tensor,
-    bias: Tensor | None,
-    stride: int,
-    pad: Pad,
-    kind: torch.dtype | None = None,
-) -> Tensor:
-    """A convolution: (batch, trials x channels, h, w) with taps (trials, out, kernel h and w, channels)."""
+def down(large: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, small: Tensor) -> None:
+    """A convolution to `small`: (batch, trials x channels, h, w) with taps (trials, out, kernel h and w,
+    channels).
+    """
     trials, outs, _, _, channels = taps.shape
-    made = new_images(large, trials * outs, small_size(large, taps, stride, pad), kind)
-    is_point = _is_point(taps, stride, pad)
-    source, small = (_one_row(large), _one_row(made)) if is_point else (large, made)
+    source = large
+    if _is_point(taps, stride, pad):
+        source, small = _one_row(large), _one_row(small)
     batch, _, out_h, out_w = small.shape
     tile = _product_tile(outs, channels)
     box = box_of(tile.rows, batch, out_h, out_w)
     a = _described(source, trials, stride, box, tile.depth)
     b = _table(taps, tile.columns, tile.depth)
     _multiply(a, b, bias, small, (out_h, out_w), taps, (stride, *pad), False, box, tile)
-    return made
 
 
-def up(
-    small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: tuple[int, int]
-) -> Tensor:
-    """The transpose of `down`: (batch, trials x out, ...) to images of `size` with the taps' channels."""
+def up(small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, large: Tensor) -> None:
+    """The transpose of `down`: (batch, trials x out, ...) to `large` with the taps' channels."""
     trials, outs, _, _, channels = taps.shape
-    made = new_images(small, trials * channels, size)
-    is_point = _is_point(taps, stride, pad)
-    source, large = (_one_row(small), _one_row(made)) if is_point else (small, made)
+    source = small
+    if _is_point(taps, stride, pad):
+        source, large = _one_row(small), _one_row(large)
     batch, _, out_h, out_w = large.shape
     phase_size = (-(-out_h // stride), -(-out_w // stride))
     tile = _product_tile(channels, outs)
@@ -294,7 +286,6 @@ def up(
     a = _described(source, trials, 1, box, tile.depth)
     b = _table(taps, tile.depth, tile.columns)
     _multiply(a, b, bias, large, phase_size, taps, (stride, *pad), True, box, tile)
-    return made
 
 
 def _multiply(

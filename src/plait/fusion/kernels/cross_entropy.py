@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.fusion.kernels import cdiv
+from plait.fusion.plain_function import PlainFunction
 
 try:
     import triton
@@ -66,7 +67,7 @@ def _loss_backward(
     tl.store(out_ptr + row * stride + at, out.to(out_ptr.dtype.element_ty), mask=at < stride)
 
 
-class _RowLosses(torch.autograd.Function):
+class _RowLosses(PlainFunction):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignored: int) -> Tensor:
         rows, classes = logits.shape

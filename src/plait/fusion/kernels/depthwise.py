@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from plait.fusion.kernels import cdiv, power_of_2_from
-from plait.fusion.kernels.images import Pad, new_images
+from plait.fusion.kernels.images import Pad, fold, in_16_bits, new_images
+from plait.fusion.plain_function import PlainFunction
 
 try:
     import triton
@@ -115,40 +116,43 @@ def _filter_gradient(
     tl.store(parts_ptr + to, tl.sum(acc, 1), mask=(offs_t < TAPS)[:, None] & in_c[None, :])
 
 
-class _Depthwise(torch.autograd.Function):
+class _Depthwise(PlainFunction):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, filters: Tensor, bias: Tensor | None, stride: Pad, pad: Pad, dilation: Pad
     ) -> Tensor:
-        channels, _, *kernel = filters.shape
+        trials, each, _, *kernel = filters.shape
+        channels = trials * each
         taps = filters.reshape(channels, -1).t().to(x.dtype).contiguous()
         out_h, out_w = (
-            (x.shape[2 + axis] + 2 * pad[axis] - dilation[axis] * (kernel[axis] - 1) - 1) // stride[axis] + 1
+            (x.shape[3 + axis] + 2 * pad[axis] - dilation[axis] * (kernel[axis] - 1) - 1) // stride[axis] + 1
             for axis in range(2)
         )
-        y = new_images(x, channels, (out_h, out_w))
-        pixels = x.shape[0] * out_h * out_w
+        y, source = new_images(x, each, (out_h, out_w)), fold(x)
+        pixels = x.shape[1] * out_h * out_w
         if pixels:
             _forward[(cdiv(pixels, _PIXELS), cdiv(channels, _CHANNELS))](
-                x, taps, x if bias is None else bias, y, pixels, channels, *x.shape[2:], out_h, out_w,
+                source, taps, source if bias is None else bias, y, pixels, channels,
+                *x.shape[3:], out_h, out_w,
                 *kernel, *stride, *pad, *dilation, bias is not None, _PIXELS, _CHANNELS,
             )  # fmt: skip
         ctx.geometry = (kernel, stride, pad, dilation)
         ctx.kinds = filters.dtype, filters.shape, None if bias is None else bias.dtype
-        ctx.save_for_backward(x, taps)
+        ctx.save_for_backward(source, taps)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, of_y: Tensor) -> tuple[Any, ...]:
         x, taps = ctx.saved_tensors
         kernel, stride, pad, dilation = ctx.geometry
         kind, shape, bias_kind = ctx.kinds
-        dy = dy.contiguous(memory_format=torch.channels_last)
+        dy = fold(of_y)
         channels, dx, gradient = x.shape[1], None, None
         sizes = (*x.shape[2:], *dy.shape[2:])
         if ctx.needs_input_grad[0]:
-            dx, pixels = new_images(x, channels, (sizes[0], sizes[1])), x.shape[0] * sizes[0] * sizes[1]
+            dx = new_images(of_y, shape[1], (sizes[0], sizes[1]))
+            pixels = x.shape[0] * sizes[0] * sizes[1]
             if pixels:
                 _input_gradient[(cdiv(pixels, _PIXELS), cdiv(channels, _CHANNELS))](
                     dy, taps, dx, pixels, channels, *sizes, *kernel, *stride, *pad, *dilation,
@@ -158,7 +162,7 @@ class _Depthwise(torch.autograd.Function):
             gradient = _of_filters(x, dy, len(taps), ctx.geometry).t().to(kind).reshape(shape)
         of_bias = None
         if bias_kind is not None and ctx.needs_input_grad[2]:
-            of_bias = dy.sum((0, 2, 3), dtype=torch.float32).to(bias_kind)
+            of_bias = dy.sum((0, 2, 3), dtype=torch.float32).to(bias_kind).view(shape[:2])
         return dx, gradient, of_bias, None, None, None
 
 
@@ -180,17 +184,14 @@ def _of_filters(x: Tensor, dy: Tensor, taps: int, geometry: Any) -> Tensor:
 
 
 def depthwise_convolution(
-    folded: Tensor, filters: Tensor, bias: Tensor | None, stride: Pad, pad: Pad, dilation: Pad
+    images: Tensor, filters: Tensor, bias: Tensor | None, stride: Pad, pad: Pad, dilation: Pad
 ) -> Tensor:
-    """The convolution of each channel of `folded` (batch, channels, height, width) with its filter.
+    """The convolution of each channel of `images` (trials, batch, channels, height, width) with its filter.
 
-    Filters are (channels, 1, height, width), the bias (channels). In 16 bits, accumulated in float32; under
-    autocast the input is cast as for a convolution.
+    Filters are (trials, channels, 1, height, width), the bias (trials, channels). In 16 bits, accumulated in
+    float32; under autocast the input is cast as for a convolution.
     """
-    if torch.is_autocast_enabled("cuda"):
-        folded = folded.to(torch.get_autocast_dtype("cuda"))
-    if folded.dtype not in (torch.bfloat16, torch.float16):
-        raise RuntimeError(f"found {folded.dtype}, expected 16 bits")
-    x = folded.contiguous(memory_format=torch.channels_last)
+    x = in_16_bits(images)
+    bias = None if bias is None else bias.contiguous()  # one that trials share is expanded
     outcome: Tensor = _Depthwise.apply(x, filters, bias, stride, pad, dilation)
     return outcome

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.fusion.kernels import cdiv
-from plait.fusion.kernels.images import Pad, new_images, small_size
+from plait.fusion.kernels.images import Pad
 
 try:
     import triton
@@ -190,19 +190,13 @@ def _weight_gradient(
     tl.store(dw_ptr + to, acc, mask=(offs_o < outs)[:, None] & (offs_c < channels)[None, :])
 
 
-def down(
-    large: Tensor,
-    taps: Tensor,
-    bias: Tensor | None,
-    stride: int,
-    pad: Pad,
-    kind: torch.dtype | None = None,
-) -> Tensor:
-    """A convolution: (batch, trials x channels, h, w) with taps (trials, out, kernel h and w, channels)."""
+def down(large: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, small: Tensor) -> None:
+    """A convolution to `small`: (batch, trials x channels, h, w) with taps (trials, out, kernel h and w,
+    channels).
+    """
     count, outs, kernel_h, kernel_w, channels = taps.shape
     batch, _, in_h, in_w = large.shape
-    out_h, out_w = small_size(large, taps, stride, pad)
-    small = new_images(large, count * outs, (out_h, out_w), kind)
+    out_h, out_w = small.shape[2:]
     rows = batch * out_h * out_w
     _gather_product[_grid(rows, outs, count, 1)](
         large, taps, bias if bias is not None else large, small,
@@ -210,17 +204,14 @@ def down(
         count * channels, channels, taps.stride(0), 1, taps.stride(1), channels, count * outs, outs,
         kernel_h, kernel_w, stride, pad[0], pad[1], False, bias is not None,
     )  # fmt: skip
-    return small
 
 
-def up(
-    small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: tuple[int, int]
-) -> Tensor:
-    """The transpose of `down`: (batch, trials x out, ...) to images of `size` with the taps' channels."""
+def up(small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, large: Tensor) -> None:
+    """The transpose of `down`: (batch, trials x out, ...) to `large` with the taps' channels."""
     count, outs, kernel_h, kernel_w, channels = taps.shape
     batch, _, in_h, in_w = small.shape
+    size = large.shape[2:]
     sub_h, sub_w = -(-size[0] // stride), -(-size[1] // stride)
-    large = new_images(small, count * channels, size)
     rows = batch * sub_h * sub_w
     _gather_product[_grid(rows, channels, count, stride * stride)](
         small, taps, bias if bias is not None else small, large,
@@ -228,7 +219,6 @@ def up(
         count * outs, outs, taps.stride(0), taps.stride(1), 1, channels, count * channels, channels,
         kernel_h, kernel_w, stride, pad[0], pad[1], True, bias is not None,
     )  # fmt: skip
-    return large
 
 
 def _grid(rows: int, outs: int, count: int, phases: int) -> Any:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.fusion.kernels import cdiv, power_of_2_from
-from plait.fusion.kernels.images import Pad, new_images, small_size
+from plait.fusion.kernels.images import Pad, small_size
 
 try:
     import triton
@@ -189,31 +189,27 @@ def _geometry(spread: Tensor, size: tuple[int, int], stride: int) -> tuple[int, 
 
 
 def down(
-    large: Tensor,
+    spread: Tensor,
     taps: Tensor,
     bias: Tensor | None,
     stride: int,
-    pad: Pad,
-    spread: Tensor,
-    kind: torch.dtype | None = None,
+    small: Tensor,
     slope: float = 1.0,
-) -> Tensor:
-    """A convolution: (batch, trials x channels, h, w) with taps (trials, out, kernel h and w, channels).
+) -> None:
+    """A convolution to `small` (batch, trials x out, h, w) with taps (trials, out, kernel h and w, channels).
 
     `spread` is what `spread_out` makes of the images; what is negative is multiplied by the `slope`.
     """
     count, outs, kernel_h, kernel_w, channels = taps.shape
-    size, taps_across = small_size(large, taps, stride, pad), _taps_across(taps)
-    small = new_images(large, count * outs, size, kind)
+    size, taps_across = (small.shape[2], small.shape[3]), _taps_across(taps)
     weights = F.pad(taps, (0, FEW - channels, 0, taps_across - kernel_w)).contiguous()
-    rows, columns = large.shape[0] * size[0] * size[1], _width(outs)
+    rows, columns = small.shape[0] * size[0] * size[1], _width(outs)
     run = taps_across * FEW
     _patch_product[(cdiv(rows, _ROWS) * cdiv(outs, columns), count)](
-        spread, weights, bias if bias is not None else large, small,
+        spread, weights, bias if bias is not None else spread, small,
         rows, outs, *_geometry(spread, size, stride), count * outs,
         kernel_h * run, run, stride, FEW, bias is not None, slope, _ROWS, columns, _width(kernel_h * run),
     )  # fmt: skip
-    return small
 
 
 def taps_gradient(
@@ -249,22 +245,14 @@ def as_points(taps: Tensor) -> Tensor:
     return taps.flatten(2).mT.contiguous()[:, :, None, None, :]
 
 
-def fold(
-    columns: Tensor,
-    taps: Tensor,
-    bias: Tensor | None,
-    stride: int,
-    pad: Pad,
-    size: tuple[int, int],
-    kind: torch.dtype,
-) -> Tensor:
-    """Images of `size` summed from the columns of each pixel of the small image (col2im)."""
+def fold_columns(
+    columns: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, large: Tensor
+) -> None:
+    """Sum `large` from the columns of each pixel of the small image (col2im)."""
     count, _, kernel_h, kernel_w, channels = taps.shape
-    large = new_images(columns, count * channels, size, kind)
     block = 1024
     _fold[(cdiv(large.numel(), block),)](
         columns, bias if bias is not None else columns, large, large.numel(), count * channels, channels,
-        *columns.shape[2:], *size, columns.shape[1],
+        *columns.shape[2:], *large.shape[2:], columns.shape[1],
         kernel_h, kernel_w, stride, *pad, bias is not None, block,
     )  # fmt: skip
-    return large

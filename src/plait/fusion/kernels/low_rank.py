@@ -16,6 +16,7 @@ from torch import Tensor
 
 from plait.fusion.dispatch.random import is_kept
 from plait.fusion.kernels import cdiv, power_of_2_from
+from plait.fusion.plain_function import PlainFunction
 
 try:
     import triton
@@ -205,7 +206,7 @@ def _gradient(
     _over_rows[grid](y, t, scale, keys, like_trc, rows, channels, rank, *like_trc.stride(), **options)
 
 
-class _AdaptedLinear(torch.autograd.Function):
+class _AdaptedLinear(PlainFunction):
     @staticmethod
     def forward(
         ctx: Any,

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plait.fusion.kernels import power_of_2_from
+from plait.fusion.plain_function import PlainFunction
 
 try:
     import triton
@@ -111,7 +112,7 @@ def _blocks(queries: int, keys: int, width: int) -> dict[str, int]:
     }
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(PlainFunction):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
         batch, heads, queries, width = q.shape

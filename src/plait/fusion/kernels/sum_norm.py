@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.fusion.kernels import cdiv, power_of_2_from
+from plait.fusion.plain_function import PlainFunction
 
 try:
     import triton
@@ -152,7 +153,7 @@ def _tile(rows: int, channels: int) -> dict[str, int]:
     return {"BLOCK_R": down, "BLOCK_C": across, "num_warps": max(1, min(16, across * down // _OF_WARP))}
 
 
-class _SumNorm(torch.autograd.Function):
+class _SumNorm(PlainFunction):
     """x + y + add, with y, and its norm in the precisions of `norm`, with a norm; None for what is not."""
 
     @staticmethod

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from plait.fusion.kernels import conv_tma, gather, im2col
-from plait.fusion.kernels.images import Pad
+from plait.fusion.kernels.images import Pad, Size, fold, in_16_bits, new_images, small_size
+from plait.fusion.plain_function import PlainFunction
 
 
 def _down(
@@ -24,28 +25,35 @@ def _down(
     bias: Tensor | None,
     stride: int,
     pad: Pad,
-    kind: torch.dtype | None = None,
-    spread: Tensor | None = None,
-) -> Tensor:
-    if im2col.fits(taps):
-        spread = im2col.spread_out(large, taps, stride, pad) if spread is None else spread
-        return im2col.down(large, taps, bias, stride, pad, spread, kind)
-    if conv_tma.fits(large, taps, stride, large.shape[2:]):
-        return conv_tma.down(large, taps, bias, stride, pad, kind)
-    return gather.down(large, taps, bias, stride, pad, kind)
+    small: Tensor,
+    spread: Tensor | None,
+) -> None:
+    """The convolution of `large` to `small`; with few channels, of what is `spread` out."""
+    if spread is not None:
+        im2col.down(spread, taps, bias, stride, small)
+    elif conv_tma.fits(large, taps, stride, large.shape[2:]):
+        conv_tma.down(large, taps, bias, stride, pad, small)
+    else:
+        gather.down(large, taps, bias, stride, pad, small)
 
 
-def _up(
-    small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: tuple[int, int]
-) -> Tensor:
+def _up(of: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: Size) -> Tensor:
+    """The transposed convolution of images (trials, batch, out, h, w) to images of `size`."""
+    made, small = new_images(of, taps.shape[-1], size), fold(of)
+    large = fold(made)
     # If each pixel of the large image depends on one pixel of the small one, a product with all taps wastes
     # nothing; if it has few channels, separate products per tap would be narrow.
     if im2col.fits(taps) or small.shape[2:] == (1, 1):
-        columns = _down(small, im2col.as_points(taps), None, 1, (0, 0), torch.float32)
-        return im2col.fold(columns, taps, bias, stride, pad, size, small.dtype)
-    if conv_tma.fits(small, taps, stride, size):
-        return conv_tma.up(small, taps, bias, stride, pad, size)
-    return gather.up(small, taps, bias, stride, pad, size)
+        points = im2col.as_points(taps)
+        columns = fold(new_images(of, points.shape[1], (small.shape[2], small.shape[3]), torch.float32))
+        spread = im2col.spread_out(small, points, 1, (0, 0)) if im2col.fits(points) else None
+        _down(small, points, None, 1, (0, 0), columns, spread)
+        im2col.fold_columns(columns, taps, bias, stride, pad, large)
+    elif conv_tma.fits(small, taps, stride, size):
+        conv_tma.up(small, taps, bias, stride, pad, large)
+    else:
+        gather.up(small, taps, bias, stride, pad, large)
+    return made
 
 
 def _taps_gradient(
@@ -67,52 +75,56 @@ def _taps_gradient(
     return gradient.to(kind).movedim(-1, 2), totals
 
 
-class _TrialConvolution(torch.autograd.Function):
-    """A convolution of each trial's channels with its weight; with an output size, a transposed one."""
+class _TrialConvolution(PlainFunction):
+    """A convolution of each trial's images with its weight; with an output size, a transposed one."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: Size | None
     ) -> Tensor:
-        taps = weight.to(x.dtype).movedim(2, -1).contiguous()
+        taps, source = _taps(weight, x.dtype), fold(x)
         ctx.geometry = (stride, pad, size, bias is not None, weight.dtype)
-        ctx.save_for_backward(x, taps)
-        return _down(x, taps, bias, stride, pad) if size is None else _up(x, taps, bias, stride, pad, size)
+        ctx.save_for_backward(source, taps)
+        if size is not None:
+            return _up(x, taps, bias, stride, pad, size)
+        y = new_images(x, taps.shape[1], small_size(x, taps, stride, pad))
+        _down(source, taps, bias, stride, pad, fold(y), None)
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, of_y: Tensor) -> tuple[Any, ...]:
         x, taps = ctx.saved_tensors
         stride, pad, size, has_bias, kind = ctx.geometry
-        dy = dy.contiguous(memory_format=torch.channels_last)
+        dy = fold(of_y)
         dx = dw = db = None
         # With few channels the images are spread out once for both gradients.
-        large = im2col.spread_out(dy, taps, stride, pad) if im2col.fits(taps) else dy
-        if ctx.needs_input_grad[0]:
-            dx = (
-                _up(dy, taps, None, stride, pad, x.shape[2:])
-                if size is None
-                else _down(dy, taps, None, stride, pad, None, large)
-            )
+        spread = im2col.spread_out(dy, taps, stride, pad) if size is not None and im2col.fits(taps) else None
+        if ctx.needs_input_grad[0] and size is None:
+            dx = _up(of_y, taps, None, stride, pad, (x.shape[2], x.shape[3]))
+        elif ctx.needs_input_grad[0]:
+            dx = new_images(of_y, taps.shape[1], (x.shape[2], x.shape[3]))
+            _down(dy, taps, None, stride, pad, fold(dx), spread)
         if ctx.needs_input_grad[1]:
-            large, small = (x, dy) if size is None else (large, x)
+            large, small = (x, dy) if size is None else (dy if spread is None else spread, x)
             dw, db = _taps_gradient(large, small, taps, stride, pad, kind, has_bias and size is None)
         if has_bias and db is None:
             db = _bias_gradient(dy, taps)
         return dx, dw, db, None, None, None
 
 
-class _FewChannels(torch.autograd.Function):
+class _FewChannels(PlainFunction):
     """A convolution of images with few channels, and its activation: `slope` times what is negative."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, pad: Pad, slope: float
     ) -> Tensor:
-        taps = weight.to(x.dtype).movedim(2, -1).contiguous()
-        spread = im2col.spread_out(x, taps, stride, pad)
-        y = im2col.down(x, taps, bias, stride, pad, spread, None, slope)
-        ctx.geometry = (stride, pad, slope, bias is not None, weight.dtype, x.shape[2:])
+        taps = _taps(weight, x.dtype)
+        spread = im2col.spread_out(fold(x), taps, stride, pad)
+        y = new_images(x, taps.shape[1], small_size(x, taps, stride, pad))
+        im2col.down(spread, taps, bias, stride, fold(y), slope)
+        ctx.geometry = (stride, pad, slope, bias is not None, weight.dtype, (x.shape[3], x.shape[4]))
         ctx.save_for_backward(spread, taps, y if slope != 1.0 else None)
         return y
 
@@ -121,15 +133,21 @@ class _FewChannels(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         spread, taps, y = ctx.saved_tensors
         stride, pad, slope, has_bias, kind, image = ctx.geometry
-        dy = dy.contiguous(memory_format=torch.channels_last)
         if slope != 1.0 and (ctx.needs_input_grad[0] or has_bias):  # several read the gradient before it
             dy, slope = torch.ops.aten.leaky_relu_backward(dy, y, slope, True), 1.0
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = _up(dy, taps, None, stride, pad, image)
+        small = fold(dy)
         if ctx.needs_input_grad[1]:
-            dw = im2col.taps_gradient(spread, dy, taps, stride, y, slope).to(kind).movedim(-1, 2)
-        return dx, dw, _bias_gradient(dy, taps) if has_bias else None, None, None, None
+            activated = None if y is None else fold(y)
+            dw = im2col.taps_gradient(spread, small, taps, stride, activated, slope)
+            dw = dw.to(kind).movedim(-1, 2)
+        return dx, dw, _bias_gradient(small, taps) if has_bias else None, None, None, None
+
+
+def _taps(weight: Tensor, kind: torch.dtype) -> Tensor:
+    return weight.to(kind).movedim(2, -1).contiguous()
 
 
 def _bias_gradient(dy: Tensor, taps: Tensor) -> Tensor:
@@ -142,26 +160,23 @@ def has_few_channels(weight: Tensor) -> bool:
 
 
 def trial_convolution(
-    folded: Tensor,
+    images: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     stride: int,
     pad: Pad,
-    size: tuple[int, int] | None = None,
+    size: Size | None = None,
     slope: float = 1.0,
 ) -> Tensor:
-    """The convolution of each trial's channels with its weight; in 16 bits, accumulated in float32.
+    """The convolution of each trial's images with its weight; in 16 bits, accumulated in float32.
 
-    `folded` is (batch, trials x channels, height, width), the weight (trials, out, channels, ...). With a
+    The `images` are (trials, batch, channels, height, width), the weight (trials, out, channels, ...). With a
     `size`, the transposed convolution to images of that size; its weight has the input channels first, as in
     torch. Under autocast the input is cast as for a convolution. The `slope` for what is negative, as of a
     ReLU, is for few channels.
     """
-    if torch.is_autocast_enabled("cuda"):
-        folded = folded.to(torch.get_autocast_dtype("cuda"))
-    if folded.dtype not in (torch.bfloat16, torch.float16):
-        raise RuntimeError(f"found {folded.dtype}, expected 16 bits")
-    x = folded.contiguous(memory_format=torch.channels_last)
+    x = in_16_bits(images)
+    bias = None if bias is None else bias.contiguous()  # one that trials share is expanded
     outcome: Tensor
     if size is None and has_few_channels(weight):
         outcome = _FewChannels.apply(x, weight, bias, stride, pad, slope)

@@ -119,10 +119,8 @@ def _depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options)
     if x.dim() == 4:  # one spatial axis
         of_rows = {name: (least, *options[name]) for name, least in _OF_ONE_ROW}
         return _depthwise(x.unsqueeze(3), weight.unsqueeze(3), bias, of_rows).squeeze(3)
-    flat_bias = None if bias is None else bias.reshape(-1)
     geometry = (options[name] for name in ("stride", "padding", "dilation"))
-    wide = depthwise_convolution(fold_channels(x), weight.flatten(0, 1), flat_bias, *geometry)
-    return unfold_channels(wide, weight.shape[0])
+    return depthwise_convolution(x, weight, bias, *geometry)
 
 
 def _can_wait(x: Tensor, weight: Tensor) -> bool:
@@ -270,8 +268,7 @@ def _gathered(
         trial_convolution,  # needs Triton, which a CPU build lacks
     )
 
-    wide = trial_convolution(fold_channels(x), weight, bias, stride.pop(), options["padding"], None, slope)
-    return unfold_channels(wide, weight.shape[0])
+    return trial_convolution(x, weight, bias, stride.pop(), options["padding"], None, slope)
 
 
 _WAYS = {
@@ -374,5 +371,4 @@ def _gathered_up(x: Tensor, weight: Tensor, bias: Tensor | None, options: Option
         + options["output_padding"][i]
         for i in range(2)
     )
-    wide = trial_convolution(fold_channels(x), weight, bias, stride.pop(), pad, (height, width))
-    return unfold_channels(wide, weight.shape[0])
+    return trial_convolution(x, weight, bias, stride.pop(), pad, (height, width))

@@ -12,6 +12,7 @@ from plait.fusion.dispatch.fallback import loop
 from plait.fusion.dispatch.registry import Arguments, Function, Options, rule, takes_per_trial
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
+from plait.fusion.plain_function import PlainFunction
 from plait.fusion.rules.dense import batched_linear
 from plait.fusion.rules.dropout import drop
 from plait.fusion.trials.per_trial import PerTrial
@@ -203,7 +204,7 @@ def _run(
         state_bias = state_bias.expand(len(from_input), -1)
     # Under autocast cast once, not at each time step.
     own = [None if part is None else part.to(from_input.dtype) for part in (state_weight, state_bias)]
-    outcome = _Sequence.apply(kind, backwards, from_input, *own, *state)  # type: ignore[no-untyped-call]
+    outcome = _Sequence.apply(kind, backwards, from_input, *own, *state)
     return outcome[0], outcome[1:]
 
 
@@ -224,7 +225,7 @@ def _in_order(x_tbsc: Tensor, backwards: bool) -> Sequence[Tensor]:
     return steps[::-1] if backwards else steps
 
 
-class _Sequence(torch.autograd.Function):
+class _Sequence(PlainFunction):
     """`_take_steps` of tensors of one type.
 
     Autograd would keep a node and its tensors for each operation of each step.

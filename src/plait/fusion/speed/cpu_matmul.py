@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.fusion.plain_function import PlainFunction
 from plait.fusion.speed.autotune import choose
 from plait.fusion.speed.gpu_matmul import gpu_dense
 from plait.pipeline.split_backward import DeferWeights, accumulate, deferring
 
 
-class _Dense(torch.autograd.Function):
+class _Dense(PlainFunction):
     """x w^T for each trial: (trials, batch, channels) with (trials, out, channels), no operand transposed.
 
     `lead` says which operand is copied into its transpose: the weights or the inputs.
@@ -37,7 +38,7 @@ class _Dense(torch.autograd.Function):
         return dx, dw, None
 
 
-class _DeferredDense(torch.autograd.Function):
+class _DeferredDense(PlainFunction):
     """x w^T + b for each trial, whose backward leaves the gradients of w and b for later."""
 
     @staticmethod
@@ -66,7 +67,7 @@ def _straight(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _leading(lead: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = _Dense.apply(x, weight, lead)  # type: ignore[no-untyped-call]
+    product: Tensor = _Dense.apply(x, weight, lead)
     return product if bias is None else product + bias.unsqueeze(1)
 
 
@@ -80,7 +81,7 @@ _WAYS = {
 def dense(x_tbc: Tensor, weight_toc: Tensor, bias_to: Tensor | None) -> Tensor:
     """x W^T + b for each trial: on a CPU by the fastest way for these shapes, on a GPU by `gpu_dense`."""
     if x_tbc.dtype == weight_toc.dtype and (defer := deferring(weight_toc, bias_to)) is not None:
-        product: Tensor = _DeferredDense.apply(x_tbc, weight_toc, bias_to, defer)  # type: ignore[no-untyped-call]
+        product: Tensor = _DeferredDense.apply(x_tbc, weight_toc, bias_to, defer)
         return product
     if x_tbc.is_cuda and (fast := gpu_dense(x_tbc, weight_toc, bias_to)) is not None:
         return fast

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from plait.fusion.kernels import can_run_on
+from plait.fusion.plain_function import PlainFunction
 from plait.fusion.speed.tied_rows import table_of
 
 # From here on, a width that is no multiple of 8 is padded: products of others run at a third of their speed.
 _LEAST_PADDED, _ROUND = 4096, 8
 
 
-class _CastDense(torch.autograd.Function):
+class _CastDense(PlainFunction):
     """x w^T for each trial, with gradients in the precision of x and w.
 
     It is computed from casts of x and w, which are arguments, too: they alone are kept for backward, and
@@ -44,7 +45,7 @@ class _CastDense(torch.autograd.Function):
         return dx, dw, None, None
 
 
-class _Padded(torch.autograd.Function):
+class _Padded(PlainFunction):
     @staticmethod
     def forward(ctx: Any, own: Tensor, kind: torch.dtype) -> Tensor:
         # The first derivatives of a dense layer do not pass here.
@@ -66,7 +67,7 @@ def _padded(weight: Tensor, kind: torch.dtype) -> Tensor:
     width = weight.shape[1]
     if width < _LEAST_PADDED or width % _ROUND == 0:
         return weight.to(kind)
-    padded: Tensor = _Padded.apply(weight, kind)  # type: ignore[no-untyped-call]
+    padded: Tensor = _Padded.apply(weight, kind)
     return padded
 
 
@@ -115,7 +116,7 @@ def cast_kind(*operands: Tensor | None) -> torch.dtype | None:
 
 def cast_dense(x: Tensor, weight: Tensor, bias: Tensor | None, kind: torch.dtype) -> Tensor:
     """x W^T + b for each trial, computed in the precision `kind`."""
-    y: Tensor = _CastDense.apply(x, weight, x.to(kind), _padded(weight, kind))  # type: ignore[no-untyped-call]
+    y: Tensor = _CastDense.apply(x, weight, x.to(kind), _padded(weight, kind))
     if bias is None:
         return y
     if not can_run_on(y):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from plait.fusion.dispatch.alias_links import is_dense
 from plait.fusion.kernels import can_run_on
+from plait.fusion.plain_function import PlainFunction
 
 # Below, copies cost less than to think about them.
 _LEAST_ELEMENTS = 1 << 18
@@ -21,7 +22,7 @@ _MOST_PARTS = 8
 Cut = Callable[[Tensor], Sequence[Tensor]]
 
 
-class _Parts(torch.autograd.Function):
+class _Parts(PlainFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: Cut) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -89,5 +90,5 @@ def parts_of(x: Tensor, cut: Cut) -> Sequence[Tensor]:
     with torch.no_grad():
         if len(cut(x)) > _MOST_PARTS:
             return cut(x)
-    parts: tuple[Tensor, ...] = _Parts.apply(x, cut)  # type: ignore[no-untyped-call]
+    parts: tuple[Tensor, ...] = _Parts.apply(x, cut)
     return parts

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.fusion.kernels import can_run_on
+from plait.fusion.plain_function import PlainFunction
 from plait.pipeline.split_backward import deferring
 
 # Below, passes over memory cost less than to think about them.
@@ -54,7 +55,7 @@ class Table:
         return total
 
 
-class _Collect(torch.autograd.Function):
+class _Collect(PlainFunction):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, table: Table) -> Tensor:
         ctx.set_materialize_grads(False)
@@ -66,7 +67,7 @@ class _Collect(torch.autograd.Function):
         return ctx.table.total(gradient), None
 
 
-class _LookUp(torch.autograd.Function):
+class _LookUp(PlainFunction):
     @staticmethod
     def forward(ctx: Any, shared: Tensor, index: Tensor) -> Tensor:
         ctx.table, ctx.shape = table_of(shared), shared.shape
@@ -94,9 +95,9 @@ class Tables:
     def look_up(self, weight: Tensor, index: Tensor) -> Tensor:
         """The rows of an index into all tables, one after another."""
         if (shared := self._shared(weight)) is None:
-            shared = _Collect.apply(weight, Table(weight))  # type: ignore[no-untyped-call]
+            shared = _Collect.apply(weight, Table(weight))
             self._known[id(weight)] = weight, shared
-        rows: Tensor = _LookUp.apply(shared, index)  # type: ignore[no-untyped-call]
+        rows: Tensor = _LookUp.apply(shared, index)
         return rows
 
     def shared(self, weight: Tensor) -> Tensor:
