@@ -1,13 +1,15 @@
 """Batch norm of all trials, fused with a following ReLU and maximum, in few passes over memory.
 
-Values have shape (batch, points, trials x channels). The statistics of each channel are in one table with the
-rows `KNOWN`: the norm is a x + b, from a mean and an inverse deviation. A ReLU is a `slope` of 0 below zero,
-a leaky one another slope, none a slope of 1.
+Values have shape (trials, batch, channels, ...) and lie in memory as (batch, points, trials x channels). The
+statistics of each channel of each trial are in one table with the rows `KNOWN`: the norm is a x + b, from a
+mean and an inverse deviation. A ReLU is a `slope` of 0 below zero, a leaky one another slope, none a slope
+of 1.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found"
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -286,6 +288,17 @@ def _gradient_of_largest(
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
+def in_memory(x: Tensor) -> Tensor:
+    """A view whose axes are in the order in which the kernels find them in memory."""
+    return x.permute(1, *range(3, x.dim()), 0, 2)
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int]:
+    """The images, the points of each, and the channels of all trials."""
+    trials, batch, channels, *points = x.shape
+    return batch, prod(points), trials * channels
+
+
 class Statistics(NamedTuple):
     """The table `KNOWN` of a norm's input and, if asked for, the largest x of each sample with its index."""
 
@@ -302,11 +315,11 @@ def statistics(
     eps: float,
     has_largest: bool = False,
 ) -> Statistics:
-    """Statistics of x of shape (batch, points, channels); updates the running statistics, if any.
+    """Statistics of x, for weights and biases (trials, channels); updates the running statistics, if any.
 
     With `has_largest` the largest x are found in the same pass over memory.
     """
-    batch, points, channels = x.shape
+    batch, points, channels = _sizes(x)
     rows = batch * points
     largest = None
     if has_largest:
@@ -330,7 +343,7 @@ def statistics(
 def _find_largest(
     x: Tensor, weight: Tensor, sums: Tensor | None, counts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    batch, points, channels = x.shape
+    batch, points, channels = _sizes(x)
     value = torch.empty((batch, channels), dtype=torch.float32, device=x.device)
     index = torch.empty((batch, channels), dtype=torch.int64, device=x.device)
     _largest[(cdiv(channels, _CHANNELS), batch)](
@@ -347,13 +360,13 @@ def _partial(rows: int, channels: int, block: int, device: torch.device) -> Tens
 
 
 class _Norm(PlainFunction):
-    """Batch norm and activation of (batch, points, channels), given the statistics."""
+    """Batch norm and activation, given the statistics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, slope: float) -> Tensor:
         y = torch.empty_like(x)
-        channels = x.shape[-1]
-        rows = x.numel() // channels
+        batch, points, channels = _sizes(x)
+        rows = batch * points
         grid = (cdiv(channels, _CHANNELS), cdiv(rows, _ROWS * _TILES))
         _normalise[grid](x, table, y, rows, channels, slope, _ROWS, _CHANNELS)
         ctx.save_for_backward(x, table)
@@ -364,9 +377,9 @@ class _Norm(PlainFunction):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, table = ctx.saved_tensors
-        dy = dy.contiguous()
-        channels = x.shape[-1]
-        rows = x.numel() // channels
+        dy = in_memory(dy).contiguous()
+        batch, points, channels = _sizes(x)
+        rows = batch * points
         sums = _partial(rows, channels, _SUMMED, x.device)
         grid = cdiv(channels, _SUMMED), len(sums)
         _gradient_sums[grid](x, dy, table, sums, rows, channels, ctx.slope, _ROWS, _SUMMED)
@@ -374,7 +387,7 @@ class _Norm(PlainFunction):
         dx = torch.empty_like(x)
         grid = (cdiv(channels, _CHANNELS), cdiv(rows, _ROWS * _TILES))
         _gradient[grid](x, dy, table, totals, dx, rows, channels, ctx.slope, _ROWS, _CHANNELS)
-        return dx, totals[1], totals[0], None, None
+        return dx, *_of_trials(totals, x), None, None
 
 
 class _NormLargest(PlainFunction):
@@ -402,18 +415,24 @@ class _NormLargest(PlainFunction):
         x, table, at, index, is_kept = ctx.saved_tensors
         dy = dy.to(torch.float32)
         dy = torch.where(is_kept, dy, dy * ctx.slope)
-        batch, points, channels = x.shape
+        batch, points, channels = _sizes(x)
         totals = torch.stack((dy.sum(0), (dy * (at - table[2]) * table[3]).sum(0)))
         dx = torch.empty_like(x)
         grid = (cdiv(channels, _CHANNELS), cdiv(points, _ROWS * _TILES), batch)
         _gradient_of_largest[grid](
             x, dy, index, table, totals, dx, points, channels, batch * points, _ROWS, _CHANNELS
         )
-        return dx, totals[1], totals[0], None, None
+        return dx, *_of_trials(totals, x), None, None
+
+
+def _of_trials(totals: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the weights and biases from their sums in the order of the kernels."""
+    of_bias, of_weight = totals.view(2, x.shape[0], -1)
+    return of_weight, of_bias
 
 
 def trial_norm(x: Tensor, weight: Tensor, bias: Tensor, known: Statistics, slope: float) -> Tensor:
-    """Batch norm of (batch, points, channels) by its statistics, with the activation's slope."""
+    """Batch norm by its statistics, with the activation's slope."""
     outcome: Tensor = _Norm.apply(x, weight, bias, known.table, slope)
     return outcome
 

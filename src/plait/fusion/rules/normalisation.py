@@ -68,11 +68,10 @@ def batch_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     if not given["training"] and not _has_own(*(given[name] for name in defaults)):
         options = (given[name] for name in (*defaults, "training", "momentum", "eps"))
         return wrap(F.batch_norm(inner.flatten(0, 1), *options).unflatten(0, inner.shape[:2]), trials)
+    if given["training"] and _waits(inner, given):
+        return TrialTensor(inner, trials, _pending(inner, given, trials))
     mean, variance, weight, bias = (_flat(given[name], trials) for name in defaults)
     folded = fold_channels(inner)
-    if given["training"] and weight is not None and bias is not None and _waits(folded):
-        running = None if mean is None or variance is None else (mean, variance)
-        return TrialTensor(inner, trials, _pending(inner, folded, running, weight, bias, given, trials))
     # Torch supports channels-last only for images, and would copy sequences.
     is_sequence = folded.dim() == 3 and folded.is_cuda and folded.stride(1) == 1
     x = folded.unsqueeze(2) if is_sequence else folded
@@ -93,50 +92,48 @@ def _padded_norm(inner: Tensor, given: Options, trials: Trials) -> Any:
     return wrap(masked_norm(inner, trials.rows, mean, variance, weight, bias, momentum, eps), trials)
 
 
-def _waits(folded: Tensor) -> bool:
+def _waits(inner: Tensor, given: Options) -> bool:
     """Whether our kernels compute the norm: on a GPU, in 16 bits, channels last."""
-    half = folded.dtype in (torch.bfloat16, torch.float16)
-    several = folded.numel() > folded.shape[1]  # torch raises for one value per channel
-    ours = can_run_on(folded) and half and folded.dim() in (3, 4) and several
-    # Tensors of inference mode have no version counter.
-    return ours and folded.movedim(1, -1).is_contiguous() and not folded.is_inference()
+    if inner.dtype not in _HALF or inner.dim() not in (4, 5) or not can_run_on(inner):
+        return False
+    from plait.fusion.kernels.batch_norm import in_memory  # needs Triton, which a CPU build lacks
+
+    trials, _, channels = inner.shape[:3]
+    # Torch raises for one value per channel. Tensors of inference mode have no version counter.
+    several = inner.numel() > trials * channels and not inner.is_inference()
+    has_own = given["weight"] is not None and given["bias"] is not None
+    return several and has_own and in_memory(inner).is_contiguous()
 
 
+_HALF = (torch.bfloat16, torch.float16)
 # Weights of norms of which a maximum was taken: the next time it is found together with the statistics.
 _before_maxima: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _pending(
-    inner: Tensor,
-    folded: Tensor,
-    running: tuple[Tensor, Tensor] | None,
-    weight: Tensor,
-    bias: Tensor,
-    given: Options,
-    trials: Trials,
-) -> PendingActivation:
+def _pending(inner: Tensor, given: Options, trials: Trials) -> PendingActivation:
     """Compute the statistics now, and the rest when the next operation is known."""
-    from plait.fusion.kernels import batch_norm as kernels  # needs Triton, which a CPU build lacks
+    from plait.fusion.kernels import batch_norm as kernels
 
-    rows, own = folded.movedim(1, -1).flatten(1, -2), unwrap(given["weight"], trials)
-    is_line = folded.dim() == 3
+    own = unwrap(given["weight"], trials)
+    weight, bias = own.contiguous(), unwrap(given["bias"], trials).contiguous()
+    mean, variance = given["running_mean"], given["running_var"]
+    running = None if mean is None or variance is None else (mean.stacked, variance.stacked)
+    is_line = inner.dim() == 4
     with torch.no_grad():
         known = kernels.statistics(
-            rows, weight, bias, running, given["momentum"], given["eps"], is_line and own in _before_maxima
+            inner, weight, bias, running, given["momentum"], given["eps"], is_line and own in _before_maxima
         )
-    shape = folded.movedim(1, -1).shape
 
     def norm(slope: float) -> Tensor:
-        y = kernels.trial_norm(rows, weight, bias, known, slope)
-        return unfold_channels(y.view(shape).movedim(-1, 1), trials.count)
+        return kernels.trial_norm(inner, weight, bias, known, slope)
 
     def largest(slope: float) -> tuple[Tensor, Tensor]:
         _before_maxima[own] = True
-        pair = kernels.trial_norm_largest(rows, weight, bias, known, slope)
+        pair = kernels.trial_norm_largest(inner, weight, bias, known, slope)
         value, index = (part.unflatten(1, (trials.count, -1)).movedim(1, 0) for part in pair)
         return value, index
 
-    sources = (Watched(folded, "normalized"),)
+    sources = (Watched(inner, "normalized"),)
     return PendingActivation(norm, largest if is_line else None, sources, inner, torch.is_grad_enabled())
 
 
