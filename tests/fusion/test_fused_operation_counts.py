@@ -105,3 +105,19 @@ def test_a_fused_step_takes_few_calls_in_python(monkeypatch):
     one, many = python_calls(1), python_calls(11)
     assert one < OF_A_STEP
     assert many - one < 10 * OF_A_LAYER
+
+
+@pytest.mark.parametrize("order", [(1, 3, 4, 0, 2), (1, 0, 2, 3, 4)], ids=["channels last", "folded"])
+@pytest.mark.parametrize("dim", [1, -3])
+def test_channels_of_several_layers_are_joined_without_a_copy_for_the_next_one(order, dim):
+    back = sorted(range(5), key=order.__getitem__)
+    sizes = [(3, 2, channels, 4, 5) for channels in (2, 3, 1)]
+    lying = [torch.randn([size[axis] for axis in order]).permute(back).requires_grad_() for size in sizes]
+    fused = fuse([nn.Linear(2, 2) for _ in range(3)])
+    joined = fused.call(lambda m, *images: F.relu(torch.cat(images, dim), inplace=True), *lying)
+    assert joined.permute(order).is_contiguous()
+    alone = torch.cat(lying, 2).relu()
+    assert torch.equal(joined, alone)
+    weights = torch.randn_like(alone)
+    found, wanted = (torch.autograd.grad((weights * each**2).sum(), lying) for each in (joined, alone))
+    assert all(map(torch.equal, found, wanted))

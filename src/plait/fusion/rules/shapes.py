@@ -15,6 +15,7 @@ from plait.fusion.dispatch.refusals import refuse_shared_target
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, getter, rule
 from plait.fusion.dispatch.tensor import TrialTensor, leaves, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
+from plait.fusion.plain_function import PlainFunction
 from plait.fusion.rules.elementwise import align_operand, link_copy
 from plait.fusion.rules.reductions import shift, shift_all
 from plait.fusion.speed.gpu_parts import parts_of
@@ -174,7 +175,52 @@ def join(function: Function, args: Arguments, kwargs: Options) -> Any:
     trials = trials_of(tensors)
     if function.__name__ != "stack":
         tensors = _without_bare_ones(tensors, dim)
-    return wrap(function([unwrap(tensor, trials) for tensor in tensors], dim=shift(dim)), trials)
+    parts = [unwrap(tensor, trials) for tensor in tensors]
+    if (
+        dim in (1, 2 - parts[0].dim())
+        and function.__name__ != "stack"
+        and (order := _order_of(parts)) is not None
+    ):
+        return TrialTensor(_Joined.apply(order, *parts), trials)
+    return wrap(function(parts, dim=shift(dim)), trials)
+
+
+def _order_of(images: list[Tensor]) -> tuple[int, ...] | None:
+    """In which order the axes of all these images lie in memory, if that is one of convolutions.
+
+    The channels of several layers are joined in it, as the next layer would copy them otherwise.
+    """
+    first = images[0]
+    if first.dim() not in (4, 5) or first.is_contiguous():
+        return None
+    spatial = tuple(range(3, first.dim()))
+    for order in ((1, *spatial, 0, 2), (1, 0, 2, *spatial)):
+        if first.permute(order).is_contiguous():
+            kind = first.dtype, first.dim()
+            same = all((each.dtype, each.dim()) == kind for each in images)
+            return order if same and all(each.permute(order).is_contiguous() for each in images) else None
+    return None
+
+
+class _Joined(PlainFunction):
+    """Images with the channels of several, whose axes lie in memory in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, order: tuple[int, ...], *images: Tensor) -> Tensor:
+        ctx.channels = [each.shape[2] for each in images]
+        trials, batch, _, *size = images[0].shape
+        shape = [trials, batch, sum(ctx.channels), *size]
+        strides, step = [0] * len(order), 1
+        for axis in reversed(order):
+            strides[axis] = step
+            step *= shape[axis]
+        made = images[0].new_empty_strided(shape, strides)  # no view, as it may be written in place
+        torch.cat([each.permute(order) for each in images], order.index(2), out=made.permute(order))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *gradient.split(ctx.channels, 2)
 
 
 def _without_bare_ones(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
