@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ except ImportError:
     from plait.fusion.kernels import triton_stub as triton
 
 Box = tuple[int, int, int]
+Shape = tuple[int, ...]
+# The shape, strides and box of a tensor descriptor.
+Described = tuple[list[int], list[int], list[int]]
 
 # Tensor descriptors need addresses and strides in multiples of this many bytes.
 _ALIGNED_BYTES = 16
@@ -183,12 +186,16 @@ def _box_gradient(
 
 def fits(source: Tensor, taps: Tensor, stride: int, size: Sequence[int]) -> bool:
     """Whether `source`, on its GPU, can be loaded by tensor descriptors; the large images have this size."""
-    outs, channels = taps.shape[1], taps.shape[-1]
-    values = (outs * 2, channels * 2, source.data_ptr(), taps.data_ptr())
-    aligned = all(value % _ALIGNED_BYTES == 0 for value in values)
+    aligned = (source.data_ptr() | taps.data_ptr()) % _ALIGNED_BYTES == 0
+    return aligned and _fits(taps.shape[1], taps.shape[4], stride, *size) and _has_tma(source.device)
+
+
+@cache
+def _fits(outs: int, channels: int, stride: int, height: int, width: int) -> bool:
+    aligned = (outs * 2) % _ALIGNED_BYTES == (channels * 2) % _ALIGNED_BYTES == 0
     # With a stride the descriptor has no axis left for the trials, and cannot separate them.
-    phased = stride == 1 or (channels % 64 == 0 and size[0] % stride == 0 and size[1] % stride == 0)
-    return aligned and phased and _has_tma(source.device)
+    phased = stride == 1 or (channels % 64 == 0 and height % stride == 0 and width % stride == 0)
+    return aligned and phased
 
 
 @cache
@@ -208,27 +215,27 @@ def _count(box: Box, batch: int, height: int, width: int) -> int:
     return cdiv(batch, box[0]) * cdiv(height, box[1]) * cdiv(width, box[2])
 
 
-def _described(images: Tensor, trials: int, stride: int, box: Box, block: int) -> Any:
-    """A descriptor of images as (batch, height, width, trials, channels), with `block` channels of one trial.
+def _described(images: Shape, stride: int, box: Box, block: int) -> Described:
+    """Images as (batch, height, width, trials, channels), with `block` channels of one trial.
 
     With a stride, as (vertical phase, batch, height, width, horizontal phase x trials x channels), with boxes
     of one phase: a descriptor has at most five axes.
     """
-    batch, wide, height, width = images.shape
+    trials, batch, channels, height, width = images
+    wide = trials * channels
     row, image = width * wide, height * width * wide
     if stride == 1:
-        shape, strides = [batch, height, width, trials, wide // trials], [image, row, wide, wide // trials, 1]
-        return TensorDescriptor(images, shape, strides, [*box, 1, block])
+        return [batch, height, width, trials, channels], [image, row, wide, channels, 1], [*box, 1, block]
     shape = [stride, batch, height // stride, width // stride, stride * wide]
-    return TensorDescriptor(images, shape, [row, image, stride * row, stride * wide, 1], [1, *box, block])
+    return shape, [row, image, stride * row, stride * wide, 1], [1, *box, block]
 
 
-def _table(taps: Tensor, block_o: int, block_c: int) -> Any:
-    """A descriptor of the weights as (trials, outs, taps, channels), with boxes of one tap."""
-    trials, outs, kernel_h, kernel_w, channels = taps.shape
+def _table(taps: Shape, block_o: int, block_c: int) -> Described:
+    """The weights as (trials, outs, taps, channels), with boxes of one tap."""
+    trials, outs, kernel_h, kernel_w, channels = taps
     shape = [trials, outs, kernel_h * kernel_w, channels]
-    strides = [taps.stride(0), taps.stride(1), channels, 1]
-    return TensorDescriptor(taps, shape, strides, [1, block_o, 1, block_c])
+    strides = [outs * kernel_h * kernel_w * channels, kernel_h * kernel_w * channels, channels, 1]
+    return shape, strides, [1, block_o, 1, block_c]
 
 
 def _product_tile(columns: int, reduced: int) -> Tile:
@@ -248,68 +255,85 @@ def _block(size: int, most: int) -> int:
     return min(most, max(16, power_of_2_from(size)))
 
 
-def _is_point(taps: Tensor, stride: int, pad: Pad) -> bool:
-    return taps.shape[2:4] == (1, 1) and stride == 1 and pad == (0, 0)
+def _in_one_row(images: Shape, taps: Shape, stride: int, pad: Pad) -> Shape:
+    """For 1x1 kernels all pixels are one row of one image."""
+    trials, batch, channels, height, width = images
+    is_point = taps[2:4] == (1, 1) and stride == 1 and pad == (0, 0)
+    return (trials, 1, channels, 1, batch * height * width) if is_point else images
 
 
-def _one_row(images: Tensor) -> Tensor:
-    """All pixels as one row of one image, for 1x1 kernels."""
-    return images.permute(0, 2, 3, 1).reshape(1, 1, -1, images.shape[1]).permute(0, 3, 1, 2)
+class _Launch(NamedTuple):
+    """What a launch takes beside tensors, for one set of shapes: found once, as it takes longer than that."""
+
+    grid: tuple[int, int, int]
+    a: Described
+    b: Described
+    numbers: tuple[Any, ...]
+    tile: Tile
+
+
+@lru_cache(maxsize=4096)
+def _product_launch(
+    source: Shape, made: Shape, taps: Shape, stride: int, pad: Pad, is_up: bool, has_bias: bool
+) -> _Launch:
+    trials, outs, kernel_h, kernel_w, channels = taps
+    source, made = (_in_one_row(images, taps, stride, pad) for images in (source, made))
+    _, batch, columns, out_h, out_w = made
+    reduced, phases = (outs, stride) if is_up else (channels, 1)
+    phase_h, phase_w = cdiv(out_h, phases), cdiv(out_w, phases)
+    tile = _product_tile(columns, reduced)
+    box = box_of(tile.rows, batch, phase_h, phase_w)
+    tiles = _count(box, batch, phase_h, phase_w) * cdiv(columns, tile.columns)
+    blocks = (tile.depth, tile.columns) if is_up else (tile.columns, tile.depth)
+    numbers = (
+        reduced, columns, trials * columns, batch, out_h, out_w,
+        cdiv(phase_h, box[1]), cdiv(phase_w, box[2]),
+        kernel_h, kernel_w, stride, *pad, is_up, has_bias, *box, tile.columns, tile.depth,
+    )  # fmt: skip
+    a = _described(source, 1 if is_up else stride, box, tile.depth)
+    return _Launch((tiles, trials, phases**2), a, _table(taps, *blocks), numbers, tile)
 
 
 def down(large: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, small: Tensor) -> None:
-    """A convolution to `small`: (batch, trials x channels, h, w) with taps (trials, out, kernel h and w,
+    """A convolution to `small`: (trials, batch, channels, h, w) with taps (trials, out, kernel h and w,
     channels).
     """
-    trials, outs, _, _, channels = taps.shape
-    source = large
-    if _is_point(taps, stride, pad):
-        source, small = _one_row(large), _one_row(small)
-    batch, _, out_h, out_w = small.shape
-    tile = _product_tile(outs, channels)
-    box = box_of(tile.rows, batch, out_h, out_w)
-    a = _described(source, trials, stride, box, tile.depth)
-    b = _table(taps, tile.columns, tile.depth)
-    _multiply(a, b, bias, small, (out_h, out_w), taps, (stride, *pad), False, box, tile)
+    _multiply(large, taps, bias, stride, pad, small, False)
 
 
 def up(small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, large: Tensor) -> None:
-    """The transpose of `down`: (batch, trials x out, ...) to `large` with the taps' channels."""
-    trials, outs, _, _, channels = taps.shape
-    source = small
-    if _is_point(taps, stride, pad):
-        source, large = _one_row(small), _one_row(large)
-    batch, _, out_h, out_w = large.shape
-    phase_size = (-(-out_h // stride), -(-out_w // stride))
-    tile = _product_tile(channels, outs)
-    box = box_of(tile.rows, batch, *phase_size)
-    a = _described(source, trials, 1, box, tile.depth)
-    b = _table(taps, tile.depth, tile.columns)
-    _multiply(a, b, bias, large, phase_size, taps, (stride, *pad), True, box, tile)
+    """The transpose of `down`: (trials, batch, out, ...) to `large` with the taps' channels."""
+    _multiply(small, taps, bias, stride, pad, large, True)
 
 
 def _multiply(
-    a: Any,
-    b: Any,
-    bias: Tensor | None,
-    made: Tensor,
-    phase_size: tuple[int, int],
-    taps: Tensor,
-    geometry: tuple[int, int, int],
-    is_up: bool,
-    box: Box,
-    tile: Tile,
+    source: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, made: Tensor, is_up: bool
 ) -> None:
-    trials, outs, kernel_h, kernel_w, channels = taps.shape
-    reduced, columns = (outs, channels) if is_up else (channels, outs)
-    batch, wide, out_h, out_w = made.shape
-    tiles = _count(box, batch, *phase_size) * cdiv(columns, tile.columns)
-    _box_product[(tiles, trials, geometry[0] ** 2 if is_up else 1)](
-        a, b, bias if bias is not None else made, made, reduced, columns, wide, batch, out_h, out_w,
-        cdiv(phase_size[0], box[1]), cdiv(phase_size[1], box[2]),
-        kernel_h, kernel_w, *geometry, is_up, bias is not None, *box, tile.columns, tile.depth,
-        num_warps=tile.warps, num_stages=tile.stages,
+    how = _product_launch(source.shape, made.shape, taps.shape, stride, pad, is_up, bias is not None)
+    a, b = TensorDescriptor(source, *how.a), TensorDescriptor(taps, *how.b)
+    _box_product[how.grid](
+        a, b, bias if bias is not None else made, made, *how.numbers,
+        num_warps=how.tile.warps, num_stages=how.tile.stages,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _gradient_launch(large: Shape, small: Shape, taps: Shape, stride: int, pad: Pad, sums: bool) -> _Launch:
+    trials, outs, kernel_h, kernel_w, channels = taps
+    large, small = (_in_one_row(images, taps, stride, pad) for images in (large, small))
+    _, batch, _, out_h, out_w = small
+    tile = _gradient_tile(outs, channels)
+    box = box_of(tile.depth, batch, out_h, out_w)
+    steps = _count(box, batch, out_h, out_w)
+    parts = cdiv(outs, tile.rows) * cdiv(channels, tile.columns) * kernel_h * kernel_w
+    shares = max(1, min(_PROGRAMS // (parts * trials), steps // 8))
+    numbers = (
+        channels, outs, outs * kernel_h * kernel_w * channels,
+        steps, cdiv(out_h, box[1]), cdiv(out_w, box[2]),
+        kernel_h, kernel_w, stride, *pad, *box, tile.rows, tile.columns, sums,
+    )  # fmt: skip
+    a, b = _described(large, stride, box, tile.columns), _described(small, 1, box, tile.rows)
+    return _Launch((parts, trials, shares), a, b, numbers, tile)
 
 
 def taps_gradient(
@@ -319,22 +343,12 @@ def taps_gradient(
 
     Also the `sums` over the pixels of the small one, if asked for, of shape (trials, out).
     """
-    trials, outs, kernel_h, kernel_w, channels = taps.shape
-    if _is_point(taps, stride, pad):
-        large, small = _one_row(large), _one_row(small)
-    batch, _, out_h, out_w = small.shape
-    tile = _gradient_tile(outs, channels)
-    box = box_of(tile.depth, batch, out_h, out_w)
-    steps = _count(box, batch, out_h, out_w)
-    parts = cdiv(outs, tile.rows) * cdiv(channels, tile.columns) * kernel_h * kernel_w
-    shares = max(1, min(_PROGRAMS // (parts * trials), steps // 8))
+    how = _gradient_launch(large.shape, small.shape, taps.shape, stride, pad, sums)
+    shares, (trials, outs) = how.grid[2], taps.shape[:2]
     gradient = torch.empty((shares, *taps.shape), dtype=torch.float32, device=large.device)
     totals = gradient.new_empty(shares, trials, outs) if sums else gradient
-    _box_gradient[(parts, trials, shares)](
-        _described(large, trials, stride, box, tile.columns), _described(small, trials, 1, box, tile.rows),
-        gradient, totals, channels, outs, gradient.stride(1),
-        steps, cdiv(out_h, box[1]), cdiv(out_w, box[2]),
-        kernel_h, kernel_w, stride, *pad, *box, tile.rows, tile.columns, sums,
-        num_warps=tile.warps, num_stages=tile.stages,
+    _box_gradient[how.grid](
+        TensorDescriptor(large, *how.a), TensorDescriptor(small, *how.b), gradient, totals, *how.numbers,
+        num_warps=how.tile.warps, num_stages=how.tile.stages,
     )  # fmt: skip
     return gradient[0] if shares == 1 else gradient.sum(0), totals.sum(0) if sums else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from plait.fusion.kernels import cdiv, power_of_2_from
-from plait.fusion.kernels.images import Pad, fold, in_16_bits, new_images
+from plait.fusion.kernels.images import Pad, in_16_bits, in_order, new_images
 from plait.fusion.plain_function import PlainFunction
 
 try:
@@ -128,31 +128,30 @@ class _Depthwise(PlainFunction):
             (x.shape[3 + axis] + 2 * pad[axis] - dilation[axis] * (kernel[axis] - 1) - 1) // stride[axis] + 1
             for axis in range(2)
         )
-        y, source = new_images(x, each, (out_h, out_w)), fold(x)
+        y, x = new_images(x, each, (out_h, out_w)), in_order(x)
         pixels = x.shape[1] * out_h * out_w
         if pixels:
             _forward[(cdiv(pixels, _PIXELS), cdiv(channels, _CHANNELS))](
-                source, taps, source if bias is None else bias, y, pixels, channels,
+                x, taps, x if bias is None else bias, y, pixels, channels,
                 *x.shape[3:], out_h, out_w,
                 *kernel, *stride, *pad, *dilation, bias is not None, _PIXELS, _CHANNELS,
             )  # fmt: skip
         ctx.geometry = (kernel, stride, pad, dilation)
         ctx.kinds = filters.dtype, filters.shape, None if bias is None else bias.dtype
-        ctx.save_for_backward(source, taps)
+        ctx.save_for_backward(x, taps)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_y: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, taps = ctx.saved_tensors
         kernel, stride, pad, dilation = ctx.geometry
         kind, shape, bias_kind = ctx.kinds
-        dy = fold(of_y)
-        channels, dx, gradient = x.shape[1], None, None
-        sizes = (*x.shape[2:], *dy.shape[2:])
+        dy = in_order(dy)
+        channels, dx, gradient = taps.shape[1], None, None
+        sizes = (*x.shape[3:], *dy.shape[3:])
         if ctx.needs_input_grad[0]:
-            dx = new_images(of_y, shape[1], (sizes[0], sizes[1]))
-            pixels = x.shape[0] * sizes[0] * sizes[1]
+            dx, pixels = new_images(x, shape[1], (sizes[0], sizes[1])), x.shape[1] * sizes[0] * sizes[1]
             if pixels:
                 _input_gradient[(cdiv(pixels, _PIXELS), cdiv(channels, _CHANNELS))](
                     dy, taps, dx, pixels, channels, *sizes, *kernel, *stride, *pad, *dilation,
@@ -162,14 +161,14 @@ class _Depthwise(PlainFunction):
             gradient = _of_filters(x, dy, len(taps), ctx.geometry).t().to(kind).reshape(shape)
         of_bias = None
         if bias_kind is not None and ctx.needs_input_grad[2]:
-            of_bias = dy.sum((0, 2, 3), dtype=torch.float32).to(bias_kind).view(shape[:2])
+            of_bias = dy.sum((1, 3, 4), dtype=torch.float32).to(bias_kind)
         return dx, gradient, of_bias, None, None, None
 
 
 def _of_filters(x: Tensor, dy: Tensor, taps: int, geometry: Any) -> Tensor:
     """The gradient of the filters, (taps, channels), in float32."""
     kernel, stride, pad, dilation = geometry
-    channels, pixels = x.shape[1], dy.shape[0] * dy.shape[2] * dy.shape[3]
+    channels, pixels = x.shape[0] * x.shape[2], dy.shape[1] * dy.shape[3] * dy.shape[4]
     block_t = power_of_2_from(taps)
     block_c = 32
     block_p = max(1, _HELD // (block_t * block_c))
@@ -177,7 +176,7 @@ def _of_filters(x: Tensor, dy: Tensor, taps: int, geometry: Any) -> Tensor:
     shares = max(1, min(_PROGRAMS // across, cdiv(pixels, 4 * block_p)))
     parts = torch.empty((shares, taps, channels), dtype=torch.float32, device=x.device)
     _filter_gradient[(across, shares)](
-        x, dy, parts, pixels, channels, *x.shape[2:], *dy.shape[2:],
+        x, dy, parts, pixels, channels, *x.shape[3:], *dy.shape[3:],
         kernel[1], taps, *stride, *pad, *dilation, block_t, block_p, block_c, num_warps=8,
     )  # fmt: skip
     return parts[0] if shares == 1 else parts.sum(0)

@@ -191,12 +191,12 @@ def _weight_gradient(
 
 
 def down(large: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, small: Tensor) -> None:
-    """A convolution to `small`: (batch, trials x channels, h, w) with taps (trials, out, kernel h and w,
+    """A convolution to `small`: (trials, batch, channels, h, w) with taps (trials, out, kernel h and w,
     channels).
     """
     count, outs, kernel_h, kernel_w, channels = taps.shape
-    batch, _, in_h, in_w = large.shape
-    out_h, out_w = small.shape[2:]
+    _, batch, _, in_h, in_w = large.shape
+    out_h, out_w = small.shape[3:]
     rows = batch * out_h * out_w
     _gather_product[_grid(rows, outs, count, 1)](
         large, taps, bias if bias is not None else large, small,
@@ -207,10 +207,10 @@ def down(large: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad
 
 
 def up(small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, large: Tensor) -> None:
-    """The transpose of `down`: (batch, trials x out, ...) to `large` with the taps' channels."""
+    """The transpose of `down`: (trials, batch, out, ...) to `large` with the taps' channels."""
     count, outs, kernel_h, kernel_w, channels = taps.shape
-    batch, _, in_h, in_w = small.shape
-    size = large.shape[2:]
+    _, batch, _, in_h, in_w = small.shape
+    size = large.shape[3:]
     sub_h, sub_w = -(-size[0] // stride), -(-size[1] // stride)
     rows = batch * sub_h * sub_w
     _gather_product[_grid(rows, channels, count, stride * stride)](
@@ -232,8 +232,8 @@ def _grid(rows: int, outs: int, count: int, phases: int) -> Any:
 def taps_gradient(large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: Pad) -> Tensor:
     """The gradient of the taps, in float32, from the large image and the small one; one is a gradient."""
     count, outs, kernel_h, kernel_w, channels = taps.shape
-    batch, _, in_h, in_w = large.shape
-    out_h, out_w = small.shape[2:]
+    _, batch, _, in_h, in_w = large.shape
+    out_h, out_w = small.shape[3:]
     tiles = cdiv(outs, 128) * cdiv(channels, 128) * kernel_h * kernel_w * count
     shares = max(1, min(_PROGRAMS // tiles, batch * out_h * out_w // 1024))
     parts = torch.empty((shares, *taps.shape), dtype=torch.float32, device=large.device)

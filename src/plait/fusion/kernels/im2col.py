@@ -169,11 +169,11 @@ def spread_out(large: Tensor, taps: Tensor, stride: int, pad: Pad) -> Tensor:
     size, taps_across = small_size(large, taps, stride, pad), _taps_across(taps)
     high = (size[0] - 1) * stride + kernel_h
     wide = stride * cdiv((size[1] - 1) * stride + taps_across, stride)
-    shape = (trials, large.shape[0], high, wide, FEW)
+    shape = (trials, large.shape[1], high, wide, FEW)
     spread = torch.empty(shape, dtype=large.dtype, device=large.device)
     pixels = spread.numel() // FEW
     _spread[(cdiv(pixels, 512),)](
-        large, spread, pixels, *large.shape[:1], *large.shape[2:], high, wide,
+        large, spread, pixels, large.shape[1], *large.shape[3:], high, wide,
         channels, trials * channels, *pad, FEW, 512,
     )  # fmt: skip
     return spread
@@ -196,14 +196,14 @@ def down(
     small: Tensor,
     slope: float = 1.0,
 ) -> None:
-    """A convolution to `small` (batch, trials x out, h, w) with taps (trials, out, kernel h and w, channels).
+    """A convolution to `small` (trials, batch, out, h, w) with taps (trials, out, kernel h and w, channels).
 
     `spread` is what `spread_out` makes of the images; what is negative is multiplied by the `slope`.
     """
     count, outs, kernel_h, kernel_w, channels = taps.shape
-    size, taps_across = (small.shape[2], small.shape[3]), _taps_across(taps)
+    size, taps_across = (small.shape[3], small.shape[4]), _taps_across(taps)
     weights = F.pad(taps, (0, FEW - channels, 0, taps_across - kernel_w)).contiguous()
-    rows, columns = small.shape[0] * size[0] * size[1], _width(outs)
+    rows, columns = small.shape[1] * size[0] * size[1], _width(outs)
     run = taps_across * FEW
     _patch_product[(cdiv(rows, _ROWS) * cdiv(outs, columns), count)](
         spread, weights, bias if bias is not None else spread, small,
@@ -225,8 +225,8 @@ def taps_gradient(
     With a `slope` the small one is the gradient of what was `activated` with it.
     """
     count, outs, kernel_h, kernel_w, channels = taps.shape
-    size, taps_across = (small.shape[2], small.shape[3]), _taps_across(taps)
-    rows, run = small.shape[0] * size[0] * size[1], taps_across * FEW
+    size, taps_across = (small.shape[3], small.shape[4]), _taps_across(taps)
+    rows, run = small.shape[1] * size[0] * size[1], taps_across * FEW
     block_o, block_k = _width(outs), _width(kernel_h * run)
     tiles = cdiv(outs, block_o) * cdiv(kernel_h * run, block_k)
     shares = max(1, min(_PROGRAMS // (tiles * count), rows // (4 * _ROWS)))
@@ -253,6 +253,6 @@ def fold_columns(
     block = 1024
     _fold[(cdiv(large.numel(), block),)](
         columns, bias if bias is not None else columns, large, large.numel(), count * channels, channels,
-        *columns.shape[2:], *large.shape[2:], columns.shape[1],
+        *columns.shape[3:], *large.shape[3:], count * columns.shape[2],
         kernel_h, kernel_w, stride, *pad, bias is not None, block,
     )  # fmt: skip

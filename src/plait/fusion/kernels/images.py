@@ -1,6 +1,12 @@
-"""Helpers of the convolution kernels: images in channels-last format, with the trials in the channels."""
+"""Helpers of the convolution kernels: images in channels-last format, the trials before the channels.
+
+Their axes are (trials, batch, channels, height, width); in memory they lie as (batch, height, width, trials,
+channels).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,25 +16,23 @@ Size = tuple[int, int]
 
 
 def new_images(of: Tensor, channels: int, size: Size, kind: torch.dtype | None = None) -> Tensor:
-    """As many empty images (trials, batch, channels, height, width) as there are `of`; `fold` views them."""
-    (trials, batch), (height, width) = of.shape[:2], size
+    """As many empty images (trials, batch, channels, height, width) as there are `of`."""
+    shape = *of.shape[:2], channels, *size
+    return torch.empty_strided(shape, _strides(shape), dtype=kind or of.dtype, device=of.device)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those of (batch, height, width, trials, channels)."""
+    trials, _, channels, height, width = shape
     wide = trials * channels
-    strides = channels, height * width * wide, 1, width * wide, wide
-    shape = trials, batch, channels, height, width
-    return torch.empty_strided(shape, strides, dtype=kind or of.dtype, device=of.device)
+    return channels, height * width * wide, 1, width * wide, wide
 
 
-def fold(images: Tensor) -> Tensor:
-    """(trials, batch, channels, height, width) as (batch, trials x channels, height, width), channels last.
-
-    A view of what the kernels made.
-    """
-    trials, batch, channels, height, width = images.shape
-    wide = trials * channels
-    strides = height * width * wide, 1, width * wide, wide
-    if images.stride() == (channels, *strides):
-        return images.as_strided((batch, wide, height, width), strides)
-    return images.movedim(0, 1).flatten(1, 2).contiguous(memory_format=torch.channels_last)
+def in_order(images: Tensor) -> Tensor:
+    """The same images, which lie in memory as the kernels read them; a copy only if they do not."""
+    if images.stride() == _strides(images.shape):
+        return images
+    return images.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
 
 
 def small_size(large: Tensor, taps: Tensor, stride: int, pad: Pad) -> Size:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from plait.fusion.kernels import conv_tma, gather, im2col
-from plait.fusion.kernels.images import Pad, Size, fold, in_16_bits, new_images, small_size
+from plait.fusion.kernels.images import Pad, Size, in_16_bits, in_order, new_images, small_size
 from plait.fusion.plain_function import PlainFunction
 
 
@@ -31,21 +31,22 @@ def _down(
     """The convolution of `large` to `small`; with few channels, of what is `spread` out."""
     if spread is not None:
         im2col.down(spread, taps, bias, stride, small)
-    elif conv_tma.fits(large, taps, stride, large.shape[2:]):
+    elif conv_tma.fits(large, taps, stride, large.shape[3:]):
         conv_tma.down(large, taps, bias, stride, pad, small)
     else:
         gather.down(large, taps, bias, stride, pad, small)
 
 
-def _up(of: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: Size) -> Tensor:
-    """The transposed convolution of images (trials, batch, out, h, w) to images of `size`."""
-    made, small = new_images(of, taps.shape[-1], size), fold(of)
-    large = fold(made)
+def _up(
+    small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: tuple[int, ...]
+) -> Tensor:
+    """The transposed convolution to images of `size`."""
+    large = new_images(small, taps.shape[-1], (size[0], size[1]))
     # If each pixel of the large image depends on one pixel of the small one, a product with all taps wastes
     # nothing; if it has few channels, separate products per tap would be narrow.
-    if im2col.fits(taps) or small.shape[2:] == (1, 1):
+    if im2col.fits(taps) or small.shape[3:] == (1, 1):
         points = im2col.as_points(taps)
-        columns = fold(new_images(of, points.shape[1], (small.shape[2], small.shape[3]), torch.float32))
+        columns = new_images(small, points.shape[1], (small.shape[3], small.shape[4]), torch.float32)
         spread = im2col.spread_out(small, points, 1, (0, 0)) if im2col.fits(points) else None
         _down(small, points, None, 1, (0, 0), columns, spread)
         im2col.fold_columns(columns, taps, bias, stride, pad, large)
@@ -53,7 +54,7 @@ def _up(of: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, si
         conv_tma.up(small, taps, bias, stride, pad, large)
     else:
         gather.up(small, taps, bias, stride, pad, large)
-    return made
+    return large
 
 
 def _taps_gradient(
@@ -66,8 +67,8 @@ def _taps_gradient(
     totals = None
     if im2col.fits(taps):
         gradient = im2col.taps_gradient(large, small, taps, stride)
-    elif conv_tma.fits(large, taps, stride, large.shape[2:]) and conv_tma.fits(
-        small, taps, stride, large.shape[2:]
+    elif conv_tma.fits(large, taps, stride, large.shape[3:]) and conv_tma.fits(
+        small, taps, stride, large.shape[3:]
     ):
         gradient, totals = conv_tma.taps_gradient(large, small, taps, stride, pad, sums)
     else:
@@ -82,34 +83,34 @@ class _TrialConvolution(PlainFunction):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: Size | None
     ) -> Tensor:
-        taps, source = _taps(weight, x.dtype), fold(x)
+        taps, x = _taps(weight, x.dtype), in_order(x)
         ctx.geometry = (stride, pad, size, bias is not None, weight.dtype)
-        ctx.save_for_backward(source, taps)
+        ctx.save_for_backward(x, taps)
         if size is not None:
             return _up(x, taps, bias, stride, pad, size)
         y = new_images(x, taps.shape[1], small_size(x, taps, stride, pad))
-        _down(source, taps, bias, stride, pad, fold(y), None)
+        _down(x, taps, bias, stride, pad, y, None)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_y: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, taps = ctx.saved_tensors
         stride, pad, size, has_bias, kind = ctx.geometry
-        dy = fold(of_y)
+        dy = in_order(dy)
         dx = dw = db = None
         # With few channels the images are spread out once for both gradients.
         spread = im2col.spread_out(dy, taps, stride, pad) if size is not None and im2col.fits(taps) else None
         if ctx.needs_input_grad[0] and size is None:
-            dx = _up(of_y, taps, None, stride, pad, (x.shape[2], x.shape[3]))
+            dx = _up(dy, taps, None, stride, pad, x.shape[3:])
         elif ctx.needs_input_grad[0]:
-            dx = new_images(of_y, taps.shape[1], (x.shape[2], x.shape[3]))
-            _down(dy, taps, None, stride, pad, fold(dx), spread)
+            dx = new_images(x, taps.shape[1], (x.shape[3], x.shape[4]))
+            _down(dy, taps, None, stride, pad, dx, spread)
         if ctx.needs_input_grad[1]:
             large, small = (x, dy) if size is None else (dy if spread is None else spread, x)
             dw, db = _taps_gradient(large, small, taps, stride, pad, kind, has_bias and size is None)
         if has_bias and db is None:
-            db = _bias_gradient(dy, taps)
+            db = _bias_gradient(dy)
         return dx, dw, db, None, None, None
 
 
@@ -121,10 +122,10 @@ class _FewChannels(PlainFunction):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, pad: Pad, slope: float
     ) -> Tensor:
         taps = _taps(weight, x.dtype)
-        spread = im2col.spread_out(fold(x), taps, stride, pad)
+        spread = im2col.spread_out(in_order(x), taps, stride, pad)
         y = new_images(x, taps.shape[1], small_size(x, taps, stride, pad))
-        im2col.down(spread, taps, bias, stride, fold(y), slope)
-        ctx.geometry = (stride, pad, slope, bias is not None, weight.dtype, (x.shape[3], x.shape[4]))
+        im2col.down(spread, taps, bias, stride, y, slope)
+        ctx.geometry = (stride, pad, slope, bias is not None, weight.dtype, x.shape[3:])
         ctx.save_for_backward(spread, taps, y if slope != 1.0 else None)
         return y
 
@@ -135,23 +136,21 @@ class _FewChannels(PlainFunction):
         stride, pad, slope, has_bias, kind, image = ctx.geometry
         if slope != 1.0 and (ctx.needs_input_grad[0] or has_bias):  # several read the gradient before it
             dy, slope = torch.ops.aten.leaky_relu_backward(dy, y, slope, True), 1.0
+        dy = in_order(dy)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = _up(dy, taps, None, stride, pad, image)
-        small = fold(dy)
         if ctx.needs_input_grad[1]:
-            activated = None if y is None else fold(y)
-            dw = im2col.taps_gradient(spread, small, taps, stride, activated, slope)
-            dw = dw.to(kind).movedim(-1, 2)
-        return dx, dw, _bias_gradient(small, taps) if has_bias else None, None, None, None
+            dw = im2col.taps_gradient(spread, dy, taps, stride, y, slope).to(kind).movedim(-1, 2)
+        return dx, dw, _bias_gradient(dy) if has_bias else None, None, None, None
 
 
 def _taps(weight: Tensor, kind: torch.dtype) -> Tensor:
     return weight.to(kind).movedim(2, -1).contiguous()
 
 
-def _bias_gradient(dy: Tensor, taps: Tensor) -> Tensor:
-    return dy.sum((0, 2, 3), dtype=torch.float32).view(taps.shape[0], -1)
+def _bias_gradient(dy: Tensor) -> Tensor:
+    return dy.sum((1, 3, 4), dtype=torch.float32)
 
 
 def has_few_channels(weight: Tensor) -> bool:
