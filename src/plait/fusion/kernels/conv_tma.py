@@ -263,7 +263,7 @@ def _in_one_row(images: Shape, taps: Shape, stride: int, pad: Pad) -> Shape:
 
 
 class _Launch(NamedTuple):
-    """What a launch takes beside tensors, for one set of shapes: found once, as it takes longer than that."""
+    """The numbers of a launch for one set of shapes; to find them takes longer than to launch."""
 
     grid: tuple[int, int, int]
     a: Described
