@@ -24,7 +24,9 @@ import types
 import unittest
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +38,9 @@ import plait.fusion.rules  # noqa: F401  (fills the table of rules)
 from plait.fusion.dispatch.mode import TrialMode
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
+from plait.fusion.dispatch.torch_patches import running
 from plait.fusion.errors import FusionError
+from plait.fusion.trials.one_by_one import apply_alone
 
 KINDS = ("right", "refused", "wrong", "bare error")
 LAYOUTS = ("outer", "inner", "turned")
@@ -202,7 +206,7 @@ def try_case(op: Any, form: Callable[..., Any], sample: Any, case: Case, seed: i
     for place, inner in zip(places, stacked):
         own[place] = TrialTensor(inner, trials)
     try:
-        with TrialMode(trials):
+        with running(lambda: nullcontext, partial(apply_alone, trials)), TrialMode(trials):
             found, inputs = _call(form, pytree.tree_unflatten(own, spec), stacked, case.form)
         differs = _difference(found, [outcome for outcome, _ in lone], trials, draws.seen)
         if differs is None and wanted is not None:

@@ -23,6 +23,8 @@ FURTHER = (
     "nn.functional.pad.reflect nn.functional.prelu roll select_scatter softmax split squeeze std sum_to_size "
     "t tile topk unfold unsqueeze var_mean view where"
 )
+# Whose shapes or memory would differ between trials.
+REFUSED = ("as_strided", "nonzero")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -34,4 +36,4 @@ def test_an_operation_on_fused_tensors_is_right_or_refused(name):
     tally = try_operation(found[name], seed=1, samples=2, layouts=LAYOUTS[-1:])
     assert not tally.counts["wrong"], tally.examples["wrong"]
     assert not tally.counts["bare error"], tally.examples["bare error"]
-    assert tally.counts["right"] + tally.counts["refused"] > 0
+    assert tally.counts["refused" if name in REFUSED else "right"] > 0
