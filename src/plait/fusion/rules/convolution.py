@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -88,12 +88,11 @@ def _with_one_weight(function: Function, given: Options, names: str) -> Any:
 def _per_trial(
     function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options, groups: int
 ) -> Tensor | PendingActivation:
-    spatial = weight.dim() - 3
-    numbers = {name: _each(options[name], spatial) for name in options}
-    numbers["padding"] = _padding(numbers, weight.shape[3:])
-    if groups == 1 and _is_pointwise(weight, numbers):
+    given = tuple([tuple(each) if type(each) is list else each for each in options.values()])
+    numbers, is_pointwise = _numbers(tuple(options), given, weight.shape[3:])
+    if groups == 1 and is_pointwise:
         return choose("pointwise", _fitting_pointwise(_needs_channels_last(x)), x, weight, bias)
-    if groups == 1 and spatial == 2 and "same" not in numbers["padding"]:
+    if groups == 1 and weight.dim() == 5 and "same" not in numbers["padding"]:
         operation, ways = _fitting(function, tuple(numbers.items()), _needs_channels_last(x))
         if _can_wait(x, weight) and chosen(operation, ways, x, weight, bias) == "gathered":
             return _pending(function, x, weight, bias, numbers)
@@ -182,6 +181,15 @@ def _each(value: Any, spatial: int) -> tuple[Any, ...]:
     return tuple(value) * (spatial // len(value)) if isinstance(value, (tuple, list)) else (value,) * spatial
 
 
+@lru_cache(maxsize=1024)
+def _numbers(names: tuple[str, ...], values: tuple[Any, ...], kernel: torch.Size) -> tuple[Options, bool]:
+    """The options of a convolution with a number for each axis, and whether it reads each pixel alone."""
+    numbers: Options = {name: _each(value, len(kernel)) for name, value in zip(names, values)}
+    numbers["padding"] = _padding(numbers, kernel)
+    ones = {*kernel, *numbers["stride"]} == {1}
+    return numbers, ones and all(pad == 0 for pad in numbers["padding"])
+
+
 def _padding(numbers: Options, kernel: Sequence[int]) -> tuple[Any, ...]:
     """The padding of each axis as a number; `same` if its sides are unlike, or torch refuses its stride."""
     pads: tuple[Any, ...] = numbers["padding"]
@@ -189,11 +197,6 @@ def _padding(numbers: Options, kernel: Sequence[int]) -> tuple[Any, ...]:
     if "same" not in pads or set(numbers["stride"]) != {1} or any(total % 2 for total in both_sides):
         return pads
     return tuple(total // 2 for total in both_sides)
-
-
-def _is_pointwise(weight: Tensor, numbers: Options) -> bool:
-    ones = all(size == 1 for size in weight.shape[3:]) and all(step == 1 for step in numbers["stride"])
-    return ones and all(pad == 0 for pad in numbers["padding"])
 
 
 def _grouped(
