@@ -57,7 +57,7 @@ class ExperimentRun:
 
 
 def verdict(claim: Mapping[str, Any]) -> str:
-    """What an experiment found of a claim: `unresolved` says why its repeats do not tell."""
+    """What an experiment found of a claim: `unresolved` says why it cannot be told."""
     if claim.get("unresolved"):
         return "not resolved"
     return "holds" if claim["holds"] else "does not hold"
