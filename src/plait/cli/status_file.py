@@ -28,7 +28,7 @@ _MOST_DEPTH = 3
 def read_status(folder: RunDir) -> dict[str, Any]:
     """The run's status file, corrected by whether the supervisor and the workers are alive now.
 
-    It is written once workers are started; before that the state of a run that someone starts is `starting`.
+    It is written once workers are started; before that a run that is locked by its supervisor is `starting`.
     """
     if not os.path.lexists(folder.status) and folder.holder() is not None:
         return {"state": "starting", "updated": folder.path.stat().st_mtime, "progress": {}, "workers": []}
