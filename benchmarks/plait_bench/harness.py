@@ -69,7 +69,8 @@ class WorkersProgress(Display):
 class BenchClaim:
     """Something said before measuring: in words, with the number found, the goal, and whether it holds.
 
-    `unresolved` is why the repeats do not tell, where they lie on both sides of the goal.
+    `unresolved` is why it cannot be told: the repeats lie on both sides of the goal, or something to measure
+    it is missing here.
     """
 
     claim: str

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 
 from plait.core.events import Recorded as RecordedEvent
 from plait.core.run_events import Changed, Signals, Step
 from plait_bench.adapt import adaptive_batch, adaptive_topology, elastic, monitoring
 from plait_bench.harness import Bench, Row, at_least, at_most, of_repeats, of_runs, within
+from plait_bench.sync import bandwidth
 from support.signals import signals_at
 
 
@@ -41,6 +46,20 @@ def test_a_run_that_never_adapts_breaks_the_claims_of_adaptive_topology():
     assert (changes.value, changes.holds) == (None, False)
     assert (throughput.value, throughput.holds) == (0.75, False)
     assert (back.value, back.holds) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("module", "run"), [(adaptive_topology, adaptive_topology.run), (bandwidth, bandwidth.run_shaped)]
+)
+def test_what_cannot_be_measured_here_does_not_break_a_claim(
+    module: Any, run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "missing_for_shaping", lambda: "network namespaces need root")
+    found = run()
+    bench = found if isinstance(found, Bench) else Bench("sync", "", *found)
+    assert bench.holds
+    assert bench.render().endswith("): network namespaces need root")
+    assert "[not resolved] four hosts, one " in bench.render()
 
 
 def test_a_claim_whose_repeats_are_on_both_sides_of_the_goal_is_not_resolved():

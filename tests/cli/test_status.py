@@ -273,6 +273,20 @@ def test_without_a_run_all_runs_are_listed_newest_first_and_unreadable_ones_are_
     assert listed[1]["run"] == str(older.path)
 
 
+def test_a_run_that_is_being_started_is_starting_until_it_has_a_status(tmp_path: Path):
+    folder = RunDir(tmp_path / "runs" / "digits-001")
+    folder.path.mkdir(parents=True)
+    folder.record.write_text("{}")
+    everything = ("status", "--run-dir", str(tmp_path / "runs"))
+    assert "never started" in plait(*everything)
+    with pytest.raises(InputError, match="no such file; expected a status file"):
+        plait("status", str(folder.path))
+    with folder.lock():
+        assert plait(*everything).splitlines()[1].split()[:2] == ["digits-001", "starting"]
+        assert plait("status", str(folder.path)).startswith(f"{folder.path}: starting, last update ")
+    assert "never started" in plait(*everything)
+
+
 def test_without_a_run_an_empty_or_missing_folder_is_one_sentence(tmp_path: Path):
     assert plait("status", "--run-dir", str(tmp_path)).startswith(f"no runs: {tmp_path}/ has no runs (")
     assert "does not exist" in plait("status", "--run-dir", str(tmp_path / "none"))

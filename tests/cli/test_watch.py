@@ -397,6 +397,9 @@ def test_what_cannot_be_watched_is_refused_in_one_message(tmp_path: Path):
     assert "expected none of them" in refusal(str(run), "-o", "x.html")
     assert "expected 0 to 65535" in refusal(str(run), "--port", "70000")
     assert "which has no address" in refusal(str(run), "--host", "no.such.host.invalid")
+    for option in (("--port", "8000"), ("--host", "0.0.0.0")):
+        done = CliRunner().invoke(app, ["report", str(run), *option])
+        assert "found without --watch" in str(done.exception)
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = str(other.getsockname()[1])
         assert "Address already in use; use another port" in refusal(str(run), "--port", taken)

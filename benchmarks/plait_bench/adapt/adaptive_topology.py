@@ -97,7 +97,7 @@ def run(quick: bool = False, command: str = "plait bench adaptive-topology") -> 
     course, repeats = (QUICK, QUICK_REPEATS) if quick else (FULL, REPEATS)
     reason = missing_for_shaping()
     if reason is not None:
-        claim = BenchClaim(f"four hosts: {reason}", None, "four network namespaces", False)
+        claim = BenchClaim("four hosts, one with a slow link", None, "four network namespaces", False, reason)
         return Bench("adaptive-topology", command, [], [claim])
     # The run that stays as it is need not see the link's end.
     stays = replace(course, free=course.slow + 10, steps=course.slow + 12)

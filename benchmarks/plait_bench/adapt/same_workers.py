@@ -18,6 +18,7 @@ from plait.launcher.worker_process import Worker
 from plait.schema.settings import CheckpointSettings, TrainSettings
 from plait.training import components
 from plait.training.choose_engine import make_loop
+from plait.training.optimizers.eager import use_eager_optimizers
 
 
 class GuestWorker:
@@ -60,6 +61,7 @@ def train_on_same_workers(
     worker: Worker, name: str, settings: TrainSettings, folder: Path, target: float | None = None
 ) -> None:
     """Train a run in `folder` together with the other workers, to its `target`; `name` is given once."""
+    use_eager_optimizers()  # as the workers of a job do
     settings = replace(settings, checkpoint=CheckpointSettings(every_steps=10**9), device="cpu")
     guest = GuestWorker(worker, name, target)
     parts = components.build(settings, torch.device("cpu"))

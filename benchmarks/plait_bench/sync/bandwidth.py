@@ -65,7 +65,7 @@ def run_shaped() -> Found:
     words = f"four hosts, one link at {SLOW_RATE}"
     reason = missing_for_shaping()
     if reason is not None:
-        return [], [BenchClaim(f"{words}: {reason}", None, "at least 1.5 times native", False)]
+        return [], [BenchClaim(words, None, "at least 1.5 times native", False, reason)]
     slow = SLOW_HOSTS[-1]
     asked = {"model": SLOW_MODEL, "case": f"4 hosts, {slow} at {SLOW_RATE}", "repeats": 2}
     with bridged_hosts(SLOW_HOSTS) as hosts:

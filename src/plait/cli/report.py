@@ -26,6 +26,8 @@ from plait.schema.plans.plan import Plan
 
 # A page of a folder has its newest runs.
 MOST_RUNS = 200
+# Where --watch listens unless told otherwise: only this machine reaches it.
+HOST = "127.0.0.1"
 # A file of Plait's has its mark within the first bytes.
 _HEAD_BYTES = 400
 
@@ -46,7 +48,7 @@ def report(
     watch: Annotated[
         bool, typer.Option("--watch", help="Serve the page and keep it up to date, until Ctrl-C.")
     ] = False,
-    host: Annotated[str, typer.Option(help="Where --watch listens.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Where --watch listens.")] = HOST,
     port: Annotated[int, typer.Option(help="The port of --watch; 0: any free one.")] = 0,
     run_dir: RunsFolder = Path("runs"),
     json_: JsonFlag = False,
@@ -61,6 +63,8 @@ def report(
         if watch:
             _watch(run, run_dir, (output, trace, csv, png), host, port, json_)
             return
+        if (host, port) != (HOST, 0):
+            raise InputError("--host, --port: found without --watch, which they belong to; add --watch")
         rows = _runs_below(run)
         if rows:
             written = [_write_list(Path(run), rows, output, (trace, csv, png), force)]

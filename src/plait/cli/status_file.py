@@ -26,7 +26,12 @@ _MOST_DEPTH = 3
 
 
 def read_status(folder: RunDir) -> dict[str, Any]:
-    """The run's status file, corrected by whether the supervisor and the workers are alive now."""
+    """The run's status file, corrected by whether the supervisor and the workers are alive now.
+
+    It is written once workers are started; before that a run that is locked by its supervisor is `starting`.
+    """
+    if not os.path.lexists(folder.status) and folder.holder() is not None:
+        return {"state": "starting", "updated": folder.path.stat().st_mtime, "progress": {}, "workers": []}
     if not folder.status.is_file() and folder.status.exists():  # to open a pipe would wait for its writer
         raise ArtefactError(f"{folder.status}: no regular file; expected a status file")
     content = read_json(folder.status, "status")
@@ -42,13 +47,10 @@ def read_status(folder: RunDir) -> dict[str, Any]:
 
 def known_status(folder: RunDir) -> dict[str, Any]:
     """The run's status as `read_status` has it; if there is none, or a damaged one, its `state` says so."""
-    state = "its status file is damaged"
     try:
-        if folder.status.exists():
-            return read_status(folder)
-        state = "never started"
+        return read_status(folder)
     except ArtefactError:
-        pass
+        state = "its status file is damaged" if folder.status.exists() else "never started"
     return {"state": state, "progress": {}, "workers": []}
 
 
@@ -76,7 +78,7 @@ def _folders(path: Path, depth: int) -> Iterator[RunDir]:
 def _row(folder: RunDir, run_dir: Path) -> dict[str, Any]:
     row: dict[str, Any] = {"name": str(folder.path.relative_to(run_dir)), "run": str(folder.path)}
     try:
-        if not folder.status.exists():
+        if not folder.status.exists() and folder.holder() is None:
             return row | {"state": "never started", "updated": folder.path.stat().st_mtime}
         content = read_status(folder)
     except (PlaitError, OSError) as failure:

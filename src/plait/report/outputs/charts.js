@@ -3,7 +3,7 @@
 
 function showNumber(value) {
   const a = Math.abs(value);
-  if (a !== 0 && (a >= 1e6 || a < 1e-3)) return value.toExponential(2);
+  if (a !== 0 && (a >= 1e6 || a < 1e-3)) return value.toExponential(2).replace(/\.?0+e/, "e");
   return a < 1e3 ? String(Number(value.toPrecision(4))) : Number(value.toPrecision(4)).toLocaleString("en");
 }
 

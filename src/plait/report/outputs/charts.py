@@ -12,7 +12,7 @@ from plait.report.trials import TrialRow
 from plait.schema.results import show_value
 
 WIDTH, HEIGHT = 340, 200
-LEFT, RIGHT, TOP, BOTTOM = 48, 10, 10, 24
+LEFT, RIGHT, TOP, BOTTOM = 48, 20, 10, 24
 # Curves of fewer points show each of them.
 MOST_DOTS = 12
 # Classes c0 to c7 of the page's style are colours; further curves are grey.
@@ -47,8 +47,9 @@ def chart(title: str, curves: Mapping[str, Points], with_legend: bool = True, to
     ]
     below = [
         f'<text x="{x(tick):.1f}" y="{HEIGHT - 8}" '
-        f'text-anchor="{"end" if x(tick) > WIDTH - RIGHT - 16 else "middle"}">{_number(tick)}</text>'
+        f'text-anchor="{"end" if x(tick) + 3 * len(text) > WIDTH else "middle"}">{text}</text>'
         for tick in x.ticks()
+        for text in [_number(tick)]
     ]
     last = f"<span>{_last(values[-1])}</span>" if len(curves) == 1 else ""
     # What charts.js turns a place in the picture into a step and a value by.

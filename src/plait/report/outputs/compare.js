@@ -1,6 +1,6 @@
 // The page of a folder of runs: those that are chosen, with their curves over each other and settings that differ.
 
-const COLOURS = 8, WIDE = 340, HIGH = 200, EDGE = { left: 48, right: 10, top: 10, bottom: 24 };
+const COLOURS = 8, WIDE = 340, HIGH = 200, EDGE = { left: 48, right: 20, top: 10, bottom: 24 };
 
 function ticksOf(low, high) {
   const unit = 10 ** Math.floor(Math.log10((high - low) / 4));
@@ -42,8 +42,10 @@ function chartOf(title, curves) {
     put("line", { class: "grid", x1: EDGE.left, x2: WIDE - EDGE.right, y1: y.at(tick), y2: y.at(tick) });
     put("text", { x: EDGE.left - 6, y: y.at(tick) + 4, "text-anchor": "end" }, showNumber(tick));
   }
-  for (const tick of x.ticks)
-    put("text", { x: x.at(tick), y: HIGH - 8, "text-anchor": x.at(tick) > WIDE - 26 ? "end" : "middle" }, tick.toLocaleString("en"));
+  for (const tick of x.ticks) {
+    const text = tick.toLocaleString("en"), isCut = x.at(tick) + 3 * text.length > WIDE;
+    put("text", { x: x.at(tick), y: HIGH - 8, "text-anchor": isCut ? "end" : "middle" }, text);
+  }
   put("text", { x: 4, y: HIGH - 8 }, "step");
   for (const { name, points, colour } of [...curves].reverse()) {
     const places = points.map(([step, value]) => [x.at(step).toFixed(1), y.at(value).toFixed(1)]);

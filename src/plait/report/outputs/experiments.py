@@ -57,7 +57,7 @@ class ExperimentRun:
 
 
 def verdict(claim: Mapping[str, Any]) -> str:
-    """What an experiment found of a claim: `unresolved` says why its repeats do not tell."""
+    """What an experiment found of a claim: `unresolved` says why it cannot be told."""
     if claim.get("unresolved"):
         return "not resolved"
     return "holds" if claim["holds"] else "does not hold"
@@ -78,7 +78,7 @@ def _head(command: str, runs: Sequence[ExperimentRun]) -> str:
     bad = " bad" if failed else ""
     rows = "".join(
         f'<tr><td class="words"><a href="#part-{run.name}">{html.escape(run.name)}</a></td>'
-        f'<td class="words{_mark(run)}">{html.escape(run.state)}</td>'
+        f'<td class="words"><span class="{_mark(run)}">{html.escape(run.state)}</span></td>'
         f"<td>{show_seconds(run.seconds) if run.seconds else '-'}</td></tr>"
         for run in runs
     )
@@ -93,7 +93,7 @@ def _head(command: str, runs: Sequence[ExperimentRun]) -> str:
 
 
 def _mark(run: ExperimentRun) -> str:
-    return {"holds": " good", "waiting": ""}.get(run.state, "" if run.is_good else " bad")
+    return {"holds": "good", "waiting": ""}.get(run.state, "" if run.is_good else "bad")
 
 
 def _setting(runs: Sequence[ExperimentRun]) -> str:

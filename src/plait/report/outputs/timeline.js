@@ -304,6 +304,7 @@ function drawAxis(c, view, colours) {
   for (let k = Math.ceil(view.from / step); k * step < view.to; k++) {
     const x = (k * step - view.from) / span * view.width;
     c.beginPath(); c.moveTo(x, 14); c.lineTo(x, 20); c.stroke();
-    c.fillText((k * step * many).toFixed(digits) + name, x + 3, 12);
+    const text = (k * step * many).toFixed(digits) + name;
+    if (x + 3 + c.measureText(text).width <= view.width) c.fillText(text, x + 3, 12);
   }
 }
