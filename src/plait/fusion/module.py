@@ -161,12 +161,13 @@ class FusedModule(nn.Module):
         for pair in filled:
             assert separation is not None
             separation.replace(*pair)
-        before, self._mode = self._mode, TrialMode(self._trials, separation)
+        before, mode = self._mode, TrialMode(self._trials, separation)
+        self.__dict__["_mode"] = mode  # a module's setattr takes longer than a small layer
         try:
-            with running(self._again, partial(apply_alone, self._trials)), self._mode:
+            with running(self._again, partial(apply_alone, self._trials)), mode:
                 yield
         finally:
-            self._mode = before
+            self.__dict__["_mode"] = before
 
     def _again(self) -> Callable[[], AbstractContextManager[None]]:
         """A context factory that restores the current state in backward, for activation checkpointing."""
