@@ -23,9 +23,9 @@ setup: .venv/ready
 demo: setup
 	$(BIN)/plait demo
 
-# Types are checked beside the tests, which often wait.
-test: lint
-	$(MAKE) --jobs 2 types unit
+# Types are checked and the site is built beside the tests, which often wait.
+test: lint .venv/docs
+	$(MAKE) --jobs 3 types docs unit
 	$(MAKE) --jobs 2 test-unprivileged test-container
 
 lint: setup
