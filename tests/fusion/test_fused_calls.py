@@ -166,6 +166,15 @@ REFUSED = {
         lambda m, h: h.contiguous().as_strided((ROWS, 3, 4), (CHANNELS, 1, 1)),
         "as_strided",
     ),
+    "a product written elsewhere": (
+        lambda m, h: torch.mm(h.detach(), h.detach().t(), out=torch.empty(0).double()),
+        "out=",
+    ),
+    "a join written elsewhere": (
+        lambda m, h: torch.cat((h.detach(), h.detach()), out=h.new_empty(0)),
+        "out=",
+    ),
+    "a sum written elsewhere": (lambda m, h: torch.sum(h.detach(), 0, out=torch.empty(0).double()), "out="),
     "a random pool": (lambda m, h: nn.FractionalMaxPool2d(2, output_size=2)(h[None]), "torch's generator"),
 }
 
