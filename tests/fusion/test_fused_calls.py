@@ -138,6 +138,9 @@ WRITES = {
     "a view of a view": lambda m, h: write(h, lambda y: y.view(2, -1).view(-1).mul_(2)),
     "an inner operation": lambda m, h: write(h, lambda y: F.relu(y.view(-1), inplace=True)),
     "the base of a view": lambda m, h: (lambda v: (h.mul_(2), v * 3)[1])(h.view(-1)),
+    "a view of one turned back": lambda m, h: write(
+        h, lambda y: (lambda turned: turned.view(-1).mul_(2))(y.t().t())
+    ),
     "a view whose base is gone": lambda m, h: m.norm(h).view(-1).relu_(),
 }
 

@@ -207,7 +207,12 @@ def link_copy(x: TrialTensor, made: TrialTensor, surely: bool) -> None:
     `surely`: they do; otherwise it depends on the memory layout.
     """
     # A view is no copy. In inference mode there are none, and only the storages tell.
-    if x.permuted or made.stacked._is_view() or x.stacked.untyped_storage() is made.stacked.untyped_storage():
+    # `reshape` copies what is permuted; `view` never does.
+    if (
+        (x.permuted and not surely)
+        or made.stacked._is_view()
+        or x.stacked.untyped_storage() is made.stacked.untyped_storage()
+    ):
         return
     alias_links.link(x.stacked, made.stacked, surely or alias_links.is_view_alone(x.stacked))
 
