@@ -134,7 +134,7 @@ class ModuleTensors:
     def _enter(self) -> bool:
         """Whether no call is running; raises FusionError if one is in another thread.
 
-        A backward pass within a call has a thread of its own on a GPU.
+        On a GPU a backward pass within a call runs in another thread.
         """
         thread = threading.get_ident()
         with _entering:
