@@ -13,6 +13,7 @@ from torch import nn
 from plait.fusion import FusionError, Shared
 from plait.fusion.dispatch.one_trial import stack_outcomes
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
+from plait.fusion.kernels.images import in_16_bits
 
 ROWS, CHANNELS = 4, 6
 APART = (torch.tensor([0, 1, 2]), slice(None), torch.tensor([0, 1, 2]))
@@ -160,6 +161,12 @@ def test_a_write_into_a_copy_of_a_turned_tensor_stays_there():
 
     models = make_models(lambda: Body(body, norm=True))
     assert_equals_lone_models(models, [(torch.randn(ROWS, CHANNELS).double(),) for _ in models])
+
+
+def test_autocast_leaves_images_in_float64_as_they_are(monkeypatch):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+    with pytest.raises(RuntimeError, match="found torch.float64, expected 16 bits"):
+        in_16_bits(torch.ones(2, 1, 3, 4, 4).double())
 
 
 REFUSED = {
