@@ -13,6 +13,7 @@ from torch import nn
 from plait.fusion import FusionError, Shared
 from plait.fusion.dispatch.one_trial import stack_outcomes
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
+from plait.fusion.kernels.images import in_16_bits
 
 ROWS, CHANNELS = 4, 6
 APART = (torch.tensor([0, 1, 2]), slice(None), torch.tensor([0, 1, 2]))
@@ -138,6 +139,9 @@ WRITES = {
     "a view of a view": lambda m, h: write(h, lambda y: y.view(2, -1).view(-1).mul_(2)),
     "an inner operation": lambda m, h: write(h, lambda y: F.relu(y.view(-1), inplace=True)),
     "the base of a view": lambda m, h: (lambda v: (h.mul_(2), v * 3)[1])(h.view(-1)),
+    "a view of one turned back": lambda m, h: write(
+        h, lambda y: (lambda turned: turned.view(-1).mul_(2))(y.t().t())
+    ),
     "a view whose base is gone": lambda m, h: m.norm(h).view(-1).relu_(),
 }
 
@@ -159,6 +163,12 @@ def test_a_write_into_a_copy_of_a_turned_tensor_stays_there():
     assert_equals_lone_models(models, [(torch.randn(ROWS, CHANNELS).double(),) for _ in models])
 
 
+def test_autocast_leaves_images_in_float64_as_they_are(monkeypatch):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+    with pytest.raises(RuntimeError, match="found torch.float64, expected 16 bits"):
+        in_16_bits(torch.ones(2, 1, 3, 4, 4).double())
+
+
 REFUSED = {
     "places of a condition": (lambda m, h: h[torch.where(h[:, 0] > 0)[0]], "value in Python"),
     # Which way a product lies in memory is for the layer to choose.
@@ -166,6 +176,15 @@ REFUSED = {
         lambda m, h: h.contiguous().as_strided((ROWS, 3, 4), (CHANNELS, 1, 1)),
         "as_strided",
     ),
+    "a product written elsewhere": (
+        lambda m, h: torch.mm(h.detach(), h.detach().t(), out=torch.empty(0).double()),
+        "out=",
+    ),
+    "a join written elsewhere": (
+        lambda m, h: torch.cat((h.detach(), h.detach()), out=h.new_empty(0)),
+        "out=",
+    ),
+    "a sum written elsewhere": (lambda m, h: torch.sum(h.detach(), 0, out=torch.empty(0).double()), "out="),
     "a random pool": (lambda m, h: nn.FractionalMaxPool2d(2, output_size=2)(h[None]), "torch's generator"),
 }
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -302,3 +305,66 @@ def test_a_scripted_module_runs_trial_by_trial_and_trains_as_it_does_alone():
             lone.step()
         for key, value in fused.trial(number).state_dict().items():
             torch.testing.assert_close(value, model.state_dict()[key], rtol=0, atol=1e-10)
+
+
+def in_threads(works):
+    """What each returned or raised, one thread each."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        futures = [pool.submit(work) for work in works]
+    return [future.exception() or future.result() for future in futures]
+
+
+class Meeting(Base):
+    """Begins or ends a call only when those of the other threads do, too."""
+
+    barrier = None
+
+    def forward(self, x):
+        self.meet()
+        y = checkpoints.checkpoint(lambda h: Sign.apply(self.layer(h)), x, use_reentrant=False)
+        self.meet()
+        return y
+
+    def meet(self):
+        if self.barrier is not None:
+            self.barrier.wait(10)
+
+
+def test_fused_modules_of_other_sizes_run_in_several_threads(monkeypatch):
+    fused = [fuse(make_models(Meeting, count), verify=False) for count in (2, 3, 4)]
+    inputs = [torch.randn(len(each.split()), 4, 6).double() for each in fused]
+    monkeypatch.setattr(Meeting, "barrier", threading.Barrier(len(fused)))
+
+    def trained(module, x):
+        y = module(x)
+        y.square().sum().backward()
+        return y, [p.grad.clone() for p in module.parameters()]
+
+    together = in_threads([partial(trained, *pair) for pair in zip(fused, inputs)])
+    monkeypatch.setattr(Meeting, "barrier", None)
+    for (y, gradients), module, x in zip(together, fused, inputs):
+        module.zero_grad()
+        wanted, wanted_gradients = trained(module, x)
+        assert torch.equal(y, wanted)
+        assert all(map(torch.equal, gradients, wanted_gradients))
+
+
+def test_a_fused_module_that_runs_in_another_thread_is_refused(monkeypatch):
+    fused = fuse(make_models(Meeting, 2), verify=False)
+    x = torch.randn(2, 4, 6).double()
+    entered, left = threading.Event(), threading.Event()
+    meeting = iter([entered.set, lambda: left.wait(10)])
+    monkeypatch.setattr(Meeting, "meet", lambda self: next(meeting)())
+
+    def second():
+        entered.wait(10)
+        try:
+            return fused(x)
+        finally:
+            left.set()
+
+    first, refused = in_threads([lambda: fused(x), second])
+    assert isinstance(refused, FusionError)
+    assert "in another thread" in str(refused)
+    meeting = iter([bool, bool])
+    assert torch.equal(fused(x), first)

@@ -9,7 +9,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from plait.fusion.dispatch import alias_links
 from plait.fusion.dispatch.fallback import find_rule, is_in_place, loop, may_write, recover
-from plait.fusion.dispatch.refusals import refuse_outside, refuse_transformed
+from plait.fusion.dispatch.refusals import refuse_out, refuse_outside, refuse_transformed
 from plait.fusion.dispatch.registry import (
     PER_TRIAL_RULES,
     READING_RULES,
@@ -38,6 +38,8 @@ def compute(rule: Rule | None, function: Function, args: Arguments, kwargs: Opti
     if peek_interpreter_stack() is not None:
         refuse_transformed(function)
     if kwargs:
+        if kwargs.get("out") is not None:
+            refuse_out()
         args, kwargs = usual_form(function, args, kwargs)
     if PerTrial.made_any and rule not in PER_TRIAL_RULES and PerTrial in map(type, (*args, *kwargs.values())):
         rule = loop

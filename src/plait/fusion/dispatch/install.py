@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, unwrap
 from plait.fusion.errors import FusionError
+
+_entering = threading.Lock()
 
 
 @dataclass(eq=False)
@@ -84,7 +87,8 @@ class ModuleTensors:
         self._on_separated = on_separated
         self._recurrent = recurrent_in(module)
         refresh_recurrent(self._recurrent)
-        self._is_installed = False
+        # The thread of the call in which the slots hold trial tensors.
+        self._thread: int | None = None
         # The trial tensors around the module's tensors, while those do not change.
         self._wrappers: dict[int, tuple[Tensor, Any, TrialTensor]] = {}
         self._find_slots()
@@ -119,9 +123,32 @@ class ModuleTensors:
 
         A buffer that the module reassigns meanwhile keeps the new value, as in a single model.
         """
-        if self._is_installed:
+        if not self._enter():
             yield
             return
+        try:
+            yield from self._install()
+        finally:
+            self._thread = None
+
+    def _enter(self) -> bool:
+        """Whether no call is running; raises FusionError if one is in another thread.
+
+        On a GPU a backward pass within a call runs in another thread.
+        """
+        thread = threading.get_ident()
+        with _entering:
+            if self._thread is None:
+                self._thread = thread
+                return True
+        if self._thread != thread and torch._C._current_graph_task_id() < 0:
+            raise FusionError(
+                "found a call of this fused module in another thread, expected one at a time; call it under "
+                "a lock, or give each thread a copy (copy.deepcopy)"
+            )
+        return False
+
+    def _install(self) -> Iterator[None]:
         slots, versions = self._slots, self._versions()
         before = [slot.tensors[slot.name] for slot in slots]
         wrappers = [
@@ -131,11 +158,9 @@ class ModuleTensors:
         for slot, wrapper in zip(slots, wrappers):
             slot.tensors[slot.name] = wrapper
         refresh_recurrent(self._recurrent)
-        self._is_installed = True
         try:
             yield
         finally:
-            self._is_installed = False
             for slot, tensor, wrapper in zip(slots, before, wrappers):
                 now = slot.tensors[slot.name]
                 is_kept = now is wrapper or now is None
@@ -188,7 +213,7 @@ class ModuleTensors:
         """Give each trial its own copy of the shared tensors of these names, and of weights tied to them."""
         ids = {id(slot.tensor) for slot in self.shared_slots if slot.key in names}
         separate(self.shared_slots, self.trials, lambda tensor: id(tensor) in ids)
-        if not self._is_installed:  # else when the forward ends
+        if self._thread is None:  # else when the forward ends
             self._drop_separated()
         refresh_recurrent(self._recurrent)
 

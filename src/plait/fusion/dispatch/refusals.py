@@ -35,6 +35,13 @@ def refuse_outside(function: Function) -> NoReturn:
     )
 
 
+def refuse_out() -> NoReturn:
+    """Raise FusionError for `out=`: one tensor of the user's cannot hold what differs between trials."""
+    raise FusionError(
+        f"{user_line()}\n  writes to out=..., which fused models do not support; use the returned tensor"
+    )
+
+
 def refuse_transformed(function: Function) -> NoReturn:
     """Raise FusionError inside transforms of torch.func: they would differentiate the sum over trials."""
     raise FusionError(

@@ -7,8 +7,10 @@ recomputes in backward uses the weights, random numbers and modes of the first f
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,9 +27,19 @@ Again = Callable[[], Callable[[], AbstractContextManager[Any]]]
 # Applies an autograd function to arguments that contain trial tensors.
 Applied = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-# For each running call of a fused module or of a single trial, innermost last: how to restore its state, and
-# how to apply a function.
-RUNNING: list[tuple[Again, Applied | None]] = []
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A running call of a fused module or of a single trial."""
+
+    again: Again
+    applied: Applied | None
+    thread: int
+
+
+# Those of all threads, innermost last.
+RUNNING: list[Call] = []
+_entering = threading.Lock()
 _generator = checkpoints._checkpoint_without_reentrant_generator
 _reentrant = checkpoints.CheckpointFunction
 
@@ -39,15 +51,24 @@ def running(again: Again, applied: Applied | None) -> Iterator[None]:
     `again` is called when a checkpoint begins, and returns a context factory that restores the state in
     backward; `applied` applies a function to trial tensors.
     """
-    RUNNING.append((again, applied))
-    if len(RUNNING) == 1:
-        _patch()
+    call = Call(again, applied, threading.get_ident())
+    with _entering:
+        RUNNING.append(call)
+        if len(RUNNING) == 1:
+            _patch()
     try:
         yield
     finally:
-        RUNNING.pop()
-        if not RUNNING:
-            _restore()
+        with _entering:
+            RUNNING.remove(call)
+            if not RUNNING:
+                _restore()
+
+
+def _innermost() -> Call | None:
+    """The call that runs in this thread; in another one, as of a backward pass, the last that began."""
+    calls, thread = RUNNING[::-1], threading.get_ident()
+    return next((call for call in calls if call.thread == thread), calls[0] if calls else None)
 
 
 def _patch() -> None:
@@ -67,7 +88,8 @@ def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return super(autograd._SingleLevelFunction, cls).apply(*some, **options)
 
     original.owner, original.__qualname__ = cls, cls.__qualname__  # type: ignore[attr-defined]
-    applied = RUNNING[-1][1] if RUNNING else None
+    call = _innermost()
+    applied = None if call is None else call.applied
     if applied is None or not _has_trials((*args, *kwargs.values())):
         return original(*args, **kwargs)
     return applied(original, args, kwargs)
@@ -94,7 +116,9 @@ class _Hidden:
 
 def _run_again(fn: Callable[..., Any], *rest: Any, **kwargs: Any) -> Any:
     """torch's checkpoint, with a function that restores the current state when it is recomputed."""
-    open_again = RUNNING[-1][0]()
+    if (call := _innermost()) is None:  # another thread's has just ended
+        return _generator(fn, *rest, **kwargs)
+    open_again = call.again()
 
     def again(*args: Any, **options: Any) -> Any:
         some, others = pytree.tree_map(lambda x: x.tensor if isinstance(x, _Hidden) else x, (args, options))

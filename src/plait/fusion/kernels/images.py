@@ -44,7 +44,7 @@ def small_size(large: Tensor, taps: Tensor, stride: int, pad: Pad) -> Size:
 
 def in_16_bits(images: Tensor) -> Tensor:
     """`images` as a convolution takes them under autocast; raises RuntimeError if these are not 16 bits."""
-    if torch.is_autocast_enabled("cuda"):
+    if torch.is_autocast_enabled("cuda") and images.dtype != torch.float64:  # which it does not cast
         images = images.to(torch.get_autocast_dtype("cuda"))
     if images.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError(f"found {images.dtype}, expected 16 bits")

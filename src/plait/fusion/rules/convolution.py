@@ -152,7 +152,11 @@ def _needs_channels_last(x: Tensor) -> bool:
 
     A way that is faster itself but returns another layout causes copies in later operations.
     """
-    return x.is_cuda and (torch.is_autocast_enabled("cuda") or x.dtype in (torch.bfloat16, torch.float16))
+    return (
+        x.is_cuda
+        and x.dtype != torch.float64
+        and (torch.is_autocast_enabled("cuda") or x.dtype in (torch.bfloat16, torch.float16))
+    )
 
 
 _RETURN_CHANNELS_LAST = ("gathered", "grouped channels_last")

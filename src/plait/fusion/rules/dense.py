@@ -104,7 +104,7 @@ def bilinear(function: Function, args: Arguments, kwargs: Options) -> Any:
 @rule("matmul", "__matmul__", "bmm", "mm", "__rmatmul__")
 def matmul(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Batched products; products with vectors use vmap."""
-    if "out" in kwargs or len(args) + len(kwargs) != 2:
+    if len(args) + len(kwargs) != 2:
         return loop(function, args, kwargs)
     left, right = args if len(args) > 1 else (args[0], next(iter(kwargs.values())))
     if function.__name__ == "__rmatmul__":

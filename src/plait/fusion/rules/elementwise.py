@@ -23,7 +23,6 @@ from plait.fusion.dispatch.registry import (
     takes_per_trial,
 )
 from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
-from plait.fusion.errors import FusionError, user_line
 from plait.fusion.speed.lazy_activation import PendingActivation
 from plait.fusion.speed.lazy_cast import pending_cast
 from plait.fusion.speed.lazy_rows import PendingDense, pending_sum
@@ -94,10 +93,6 @@ def elementwise(function: Function, args: Arguments, kwargs: Options) -> Any:
         if one.dim() == other.dim():  # nothing to align; most calls
             outcome = function(one, other)
             return x if outcome is one else TrialTensor(outcome, x.trials)
-    if "out" in kwargs:
-        raise FusionError(
-            f"{user_line()}\n  writes to out=..., which fused models do not support; use the returned tensor"
-        )
     if type(args[0]) is TrialTensor and not kwargs and all(type(value) in _NUMBERS for value in args[1:]):
         return unary(function, args, kwargs)
     trials = trials_of(*args) if not kwargs else trials_of(args, kwargs)
@@ -212,7 +207,12 @@ def link_copy(x: TrialTensor, made: TrialTensor, surely: bool) -> None:
     `surely`: they do; otherwise it depends on the memory layout.
     """
     # A view is no copy. In inference mode there are none, and only the storages tell.
-    if x.permuted or made.stacked._is_view() or x.stacked.untyped_storage() is made.stacked.untyped_storage():
+    # `reshape` copies what is permuted; `view` never does.
+    if (
+        (x.permuted and not surely)
+        or made.stacked._is_view()
+        or x.stacked.untyped_storage() is made.stacked.untyped_storage()
+    ):
         return
     alias_links.link(x.stacked, made.stacked, surely or alias_links.is_view_alone(x.stacked))
 

@@ -170,7 +170,7 @@ def join(function: Function, args: Arguments, kwargs: Options) -> Any:
     """cat, stack and similar; shared tensors are expanded."""
     tensors = args[0] if args else kwargs["tensors"]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if "out" in kwargs or not tensors:
+    if not tensors:
         return loop(function, args, kwargs)
     trials = trials_of(tensors)
     if function.__name__ != "stack":
