@@ -28,7 +28,7 @@ Again = Callable[[], Callable[[], AbstractContextManager[Any]]]
 Applied = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """A running call of a fused module or of a single trial."""
 

@@ -186,9 +186,9 @@ def _box_gradient(
 
 def fits(source: Tensor, taps: Tensor, stride: int, size: Sequence[int]) -> bool:
     """Whether `source`, on its GPU, can be loaded by tensor descriptors; the large images have this size."""
-    aligned = (source.data_ptr() | taps.data_ptr()) % _ALIGNED_BYTES == 0
     # No descriptor has an axis without elements, as of an empty batch.
-    return source.numel() > 0 and aligned and _fits(taps.shape[1], taps.shape[4], stride, *size) and _has_tma(source.device)
+    has_address = source.numel() > 0 and (source.data_ptr() | taps.data_ptr()) % _ALIGNED_BYTES == 0
+    return has_address and _fits(taps.shape[1], taps.shape[4], stride, *size) and _has_tma(source.device)
 
 
 @cache
