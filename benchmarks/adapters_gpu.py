@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from plait.fusion import FusedOptimizer, fuse
-from plait.fusion.speed.cuda_graph import CapturedStep
+from plait.fusion import CapturedStep, FusedOptimizer, fuse
 from plait_bench.fusion.cases import finish, seconds_of
 from plait_bench.fusion.mlora import mlora_step
 

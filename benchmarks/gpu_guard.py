@@ -28,7 +28,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.fusion.speed.cuda_graph import CapturedStep
+from plait.fusion import CapturedStep
 from plait_bench.fusion.cases import cases_on, finish, fused_step, seconds_of
 
 FIGURES = Path(__file__).with_name("gpu_figures.json")

@@ -14,6 +14,7 @@ from plait.fusion import FusionError, Shared
 from plait.fusion.dispatch.one_trial import stack_outcomes
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.kernels.images import in_16_bits
+from plait.fusion.speed.cuda_graph import copy_inputs
 
 ROWS, CHANNELS = 4, 6
 APART = (torch.tensor([0, 1, 2]), slice(None), torch.tensor([0, 1, 2]))
@@ -407,3 +408,14 @@ def test_tensors_computed_trial_by_trial_have_the_trials_axis_unless_all_are_the
     one, trials = torch.ones(2), Trials(count)
     assert isinstance(stack_outcomes([one.clone() for _ in range(count)], trials), TrialTensor)
     assert isinstance(stack_outcomes([one] * count, trials), TrialTensor) == (count == 1)
+
+
+@pytest.mark.parametrize(
+    "given", [[torch.zeros(1, 3)], [torch.zeros(2, 3, dtype=torch.float64)], [torch.zeros(2, 3)] * 2]
+)
+def test_a_captured_step_refuses_a_batch_that_it_was_not_captured_for(given):
+    held = torch.ones(2, 3)
+    with pytest.raises(FusionError, match="expected those of the capture"):
+        copy_inputs([held], given)  # a single row would be broadcast, another type cast
+    copy_inputs([held], [torch.full((2, 3), 5.0)])
+    assert held.eq(5).all()

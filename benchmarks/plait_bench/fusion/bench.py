@@ -12,7 +12,7 @@ import torch
 
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean
-from plait.fusion.speed.cuda_graph import CapturedStep
+from plait.fusion import CapturedStep
 from plait_bench.fusion.cases import (
     DCGAN,
     Case,

@@ -14,9 +14,11 @@ from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.optim.trial_gradients import clip_gradients
 from plait.fusion.optim.trial_loss_scales import LossScales
 from plait.fusion.shared_input import Shared
+from plait.fusion.speed.cuda_graph import CapturedStep
 from plait.fusion.trials.join_leave import add_trials, keep_trials, replace_trial
 
 __all__ = [
+    "CapturedStep",
     "FusedModule",
     "FusedOptimizer",
     "FusionError",

@@ -369,7 +369,7 @@ class FusedModule(nn.Module):
         """Raise FusionError: torch.compile would break the graph at each operation on trial tensors."""
         raise FusionError(
             "fused module: torch.compile cannot trace it in one graph; capture the step as a CUDA graph "
-            "(plait.fusion.speed.cuda_graph.CapturedStep), or do not compile"
+            "(plait.fusion.CapturedStep), or do not compile"
         )
 
     def __getattr__(self, name: str) -> Any:

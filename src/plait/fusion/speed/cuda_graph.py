@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from plait.fusion.errors import FusionError
+
 
 class CapturedStep:
     """Replays `step(*inputs)` with new inputs of the same shapes.
 
-    The step first runs a few times without capture: weights change, and operations are autotuned. Python
-    values that it reads during capture are fixed; a learning rate set in the optimizer affects replays, since
-    it is on the device. Outputs are overwritten by the next call.
+    The step first runs `warm_up` times without capture: weights change, and operations are autotuned. `clear`
+    then frees gradients. Python values that it reads during capture are fixed; a learning rate set in the
+    optimizer affects replays, since it is on the device. Outputs are overwritten by the next call. Capture
+    anew when trials have joined or left, or `fused.to(...)` was called: a replay writes to the tensors of the
+    capture.
     """
 
     def __init__(
@@ -42,7 +46,18 @@ class CapturedStep:
 
     def __call__(self, *inputs: Tensor) -> Any:
         """The output of the step for these inputs."""
-        for static, given in zip(self._inputs, inputs, strict=True):
-            static.copy_(given)
+        copy_inputs(self._inputs, inputs)
         self._graph.replay()
         return pytree.tree_map(lambda x: x, self._outputs)
+
+
+def copy_inputs(static: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Copy what a step is given to where its graph reads it; raises FusionError for other shapes or types."""
+    found, expected = ([(tuple(x.shape), x.dtype) for x in inputs] for inputs in (given, static))
+    if found != expected:
+        raise FusionError(
+            f"CapturedStep: found inputs {found}, expected those of the capture: {expected}",
+            "call the step itself for such a batch, or capture it for these shapes, too",
+        )
+    for to, of in zip(static, given):
+        to.copy_(of)
