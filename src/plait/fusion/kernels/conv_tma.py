@@ -295,21 +295,13 @@ def _product_launch(
     return _Launch((tiles, trials, phases**2), a, _table(taps, *blocks), numbers, tile)
 
 
-def down(large: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, small: Tensor) -> None:
-    """A convolution to `small`: (trials, batch, channels, h, w) with taps (trials, out, kernel h and w,
-    channels).
-    """
-    _multiply(large, taps, bias, stride, pad, small, False)
-
-
-def up(small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, large: Tensor) -> None:
-    """The transpose of `down`: (trials, batch, out, ...) to `large` with the taps' channels."""
-    _multiply(small, taps, bias, stride, pad, large, True)
-
-
-def _multiply(
+def multiply(
     source: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, made: Tensor, is_up: bool
 ) -> None:
+    """A convolution of images (trials, batch, channels, h, w) to `made`; up, the transposed one.
+
+    The taps are (trials, out, kernel h and w, channels).
+    """
     how = _product_launch(source.shape, made.shape, taps.shape, stride, pad, is_up, bias is not None)
     a, b = TensorDescriptor(source, *how.a), TensorDescriptor(taps, *how.b)
     _box_product[how.grid](

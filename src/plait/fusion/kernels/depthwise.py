@@ -151,7 +151,7 @@ class _Depthwise(PlainFunction):
         channels, dx, gradient = taps.shape[1], None, None
         sizes = (*x.shape[3:], *dy.shape[3:])
         if ctx.needs_input_grad[0]:
-            dx, pixels = new_images(x, shape[1], (sizes[0], sizes[1])), x.shape[1] * sizes[0] * sizes[1]
+            dx, pixels = new_images(x, shape[1], sizes[:2]), x.shape[1] * sizes[0] * sizes[1]
             if pixels:
                 _input_gradient[(cdiv(pixels, _PIXELS), cdiv(channels, _CHANNELS))](
                     dy, taps, dx, pixels, channels, *sizes, *kernel, *stride, *pad, *dilation,

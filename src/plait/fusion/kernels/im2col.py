@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.fusion.kernels import cdiv, power_of_2_from
-from plait.fusion.kernels.images import Pad, small_size
+from plait.fusion.kernels.images import Pad, Size, small_size
 
 try:
     import triton
@@ -184,7 +184,7 @@ def _taps_across(taps: Tensor) -> int:
     return power_of_2_from(taps.shape[3])
 
 
-def _geometry(spread: Tensor, size: tuple[int, int], stride: int) -> tuple[int, ...]:
+def _geometry(spread: Tensor, size: Size, stride: int) -> tuple[int, ...]:
     return (*size, spread.shape[2], spread.shape[3] // stride, spread.shape[1])
 
 
@@ -201,7 +201,7 @@ def down(
     `spread` is what `spread_out` makes of the images; what is negative is multiplied by the `slope`.
     """
     count, outs, kernel_h, kernel_w, channels = taps.shape
-    size, taps_across = (small.shape[3], small.shape[4]), _taps_across(taps)
+    size, taps_across = small.shape[3:], _taps_across(taps)
     weights = F.pad(taps, (0, FEW - channels, 0, taps_across - kernel_w)).contiguous()
     rows, columns = small.shape[1] * size[0] * size[1], _width(outs)
     run = taps_across * FEW
@@ -225,7 +225,7 @@ def taps_gradient(
     With a `slope` the small one is the gradient of what was `activated` with it.
     """
     count, outs, kernel_h, kernel_w, channels = taps.shape
-    size, taps_across = (small.shape[3], small.shape[4]), _taps_across(taps)
+    size, taps_across = small.shape[3:], _taps_across(taps)
     rows, run = small.shape[1] * size[0] * size[1], taps_across * FEW
     block_o, block_k = _width(outs), _width(kernel_h * run)
     tiles = cdiv(outs, block_o) * cdiv(kernel_h * run, block_k)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Pad = tuple[int, int]
-Size = tuple[int, int]
+Size = Sequence[int]
 
 
 def new_images(of: Tensor, channels: int, size: Size, kind: torch.dtype | None = None) -> Tensor:

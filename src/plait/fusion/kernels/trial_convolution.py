@@ -32,26 +32,24 @@ def _down(
     if spread is not None:
         im2col.down(spread, taps, bias, stride, small)
     elif conv_tma.fits(large, taps, stride, large.shape[3:]):
-        conv_tma.down(large, taps, bias, stride, pad, small)
+        conv_tma.multiply(large, taps, bias, stride, pad, small, False)
     else:
         gather.down(large, taps, bias, stride, pad, small)
 
 
-def _up(
-    small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: tuple[int, ...]
-) -> Tensor:
+def _up(small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: Size) -> Tensor:
     """The transposed convolution to images of `size`."""
-    large = new_images(small, taps.shape[-1], (size[0], size[1]))
+    large = new_images(small, taps.shape[-1], size)
     # If each pixel of the large image depends on one pixel of the small one, a product with all taps wastes
     # nothing; if it has few channels, separate products per tap would be narrow.
     if im2col.fits(taps) or small.shape[3:] == (1, 1):
         points = im2col.as_points(taps)
-        columns = new_images(small, points.shape[1], (small.shape[3], small.shape[4]), torch.float32)
+        columns = new_images(small, points.shape[1], small.shape[3:], torch.float32)
         spread = im2col.spread_out(small, points, 1, (0, 0)) if im2col.fits(points) else None
         _down(small, points, None, 1, (0, 0), columns, spread)
         im2col.fold_columns(columns, taps, bias, stride, pad, large)
     elif conv_tma.fits(small, taps, stride, size):
-        conv_tma.up(small, taps, bias, stride, pad, large)
+        conv_tma.multiply(small, taps, bias, stride, pad, large, True)
     else:
         gather.up(small, taps, bias, stride, pad, large)
     return large
@@ -104,7 +102,7 @@ class _TrialConvolution(PlainFunction):
         if ctx.needs_input_grad[0] and size is None:
             dx = _up(dy, taps, None, stride, pad, x.shape[3:])
         elif ctx.needs_input_grad[0]:
-            dx = new_images(x, taps.shape[1], (x.shape[3], x.shape[4]))
+            dx = new_images(x, taps.shape[1], x.shape[3:])
             _down(dy, taps, None, stride, pad, dx, spread)
         if ctx.needs_input_grad[1]:
             large, small = (x, dy) if size is None else (dy if spread is None else spread, x)

@@ -18,7 +18,7 @@ class CapturedStep:
     The step first runs `warm_up` times without capture: weights change, and operations are autotuned. `clear`
     then frees gradients. Python values that it reads during capture are fixed; a learning rate set in the
     optimizer affects replays, since it is on the device. Outputs are overwritten by the next call. Capture
-    again when trials have joined or left, or `fused.to(...)` was called: a replay writes to the tensors of the
+    again when trials have joined or left, or after `fused.to(...)`: a replay writes to the tensors of the
     capture.
     """
 
