@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -190,15 +191,22 @@ def _order_of(images: list[Tensor]) -> tuple[int, ...] | None:
 
     The channels of several layers are joined in it, as the next layer would copy them otherwise.
     """
-    first = images[0]
-    if first.dim() not in (4, 5) or first.is_contiguous():
-        return None
-    spatial = tuple(range(3, first.dim()))
-    for order in ((1, *spatial, 0, 2), (1, 0, 2, *spatial)):
-        if first.permute(order).is_contiguous():
-            kind = first.dtype, first.dim()
-            same = all((each.dtype, each.dim()) == kind for each in images)
-            return order if same and all(each.permute(order).is_contiguous() for each in images) else None
+    found = {(x.dtype, x.shape[:2], x.shape[3:], _in_memory(x.shape, x.stride())) for x in images}
+    return found.pop()[-1] if len(found) == 1 else None
+
+
+@lru_cache(maxsize=4096)
+def _in_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The order in memory of the axes of images (trials, batch, channels, ...), if convolutions make it."""
+    spatial = tuple(range(3, len(shape)))
+    for order in ((1, *spatial, 0, 2), (1, 0, 2, *spatial)) if len(shape) in (4, 5) else ():
+        step = 1
+        for axis in reversed(order):
+            if shape[axis] != 1 and strides[axis] != step:
+                break
+            step *= shape[axis]
+        else:
+            return order
     return None
 
 
@@ -215,7 +223,14 @@ class _Joined(PlainFunction):
             strides[axis] = step
             step *= shape[axis]
         made = images[0].new_empty_strided(shape, strides)  # no view, as it may be written in place
-        torch.cat([each.permute(order) for each in images], order.index(2), out=made.permute(order))
+        # As matrices: of images with more than four axes torch copies them one by one.
+        after = math.prod(shape[axis] for axis in order[order.index(2) + 1 :])
+        rows = math.prod(shape[axis] for axis in order[: order.index(2)])
+        widths = [channels * after for channels in (shape[2], *ctx.channels)]
+        whole, *parts = (
+            each.as_strided((rows, width), (width, 1)) for each, width in zip((made, *images), widths)
+        )
+        torch.cat(parts, 1, out=whole)
         return made
 
     @staticmethod
