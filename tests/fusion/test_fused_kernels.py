@@ -9,6 +9,7 @@ from fused_checks import fuse
 from torch import nn
 
 from plait.fusion import FusedOptimizer
+from plait.fusion.dispatch.random import Streams
 from plait.workloads.dcgan import discriminator, generator
 from plait.workloads.resnet import resnet18
 
@@ -271,3 +272,37 @@ def test_fused_models_in_bfloat16_are_as_near_to_float64_as_lone_ones(make, shap
         exact_gradients = torch.autograd.grad(wanted, list(exact.parameters()), dy[number].double())
         for own, other, true in zip(gradients, lone_gradients, exact_gradients):
             assert apart(own[number], true) < 1.5 * apart(other, true) + ROUNDING
+
+
+@pytest.mark.parametrize("chance", [0.3, 1.0, (0.1, 0.5, 0.0)])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1300,), (5, 7), (2, 6, 5, 3)])
+def test_a_dropout_and_its_gradients_have_the_mask_of_the_streams(chance, kind, shape):
+    from plait.fusion.kernels.dropout import dropped
+
+    streams = [Streams(torch.tensor([1, 1 << 40, -5]).cuda(), torch.arange(3).cuda(), 3) for _ in range(2)]
+    x = torch.randn(3, *shape, device="cuda").to(kind)
+    if len(shape) == 4:  # as convolutions leave them
+        x = x.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)
+    x.requires_grad_()
+    mask = streams[0].keep(shape, chance, torch.float32)
+    found, wanted = dropped(x, streams[1].mask(chance)), (x.float() * mask).to(kind)
+    assert streams[0].calls == streams[1].calls
+    assert found.equal(wanted)
+    assert found.stride() == x.stride()
+    gradient = torch.randn(3, *shape, device="cuda").to(kind)
+    (of_found,), (of_wanted,) = (torch.autograd.grad(each, x, gradient) for each in (found, wanted))
+    assert of_found.equal(of_wanted)
+
+
+def test_a_dropout_is_one_launch_and_keeps_no_mask():
+    torch.manual_seed(0)
+    fused = fuse([nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)) for _ in range(TRIALS)], verify=False)
+    fused.cuda()
+    x = torch.randn(TRIALS, BATCH, 64, device="cuda")
+    fused(x).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        fused(x).sum().backward()
+        torch.cuda.synchronize()
+    names = [event.name for event in profiler.events()]
+    assert sum("_drop" in name for name in names) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,3 +21,14 @@ class PlainFunction(torch.autograd.Function):
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)  # type: ignore[no-untyped-call]
         return super(autograd._SingleLevelFunction, cls).apply(*args)  # type: ignore[misc]
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's decorator of this name, which costs nothing where no gradient is differentiated again."""
+    refused_again = autograd.once_differentiable(backward)
+
+    @wraps(backward)
+    def either(ctx: Any, *gradients: Any) -> Any:
+        return (refused_again if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return either

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,19 @@ _WORD = (1 << 32) - 1
 _MOST_AHEAD = 1 << 20
 # The count of draws before, of all trials or of each, and the number of elements in a trial.
 Draw = tuple[int | tuple[int, ...], int]
+
+
+class Mask(NamedTuple):
+    """What determines which elements each trial keeps in a dropout, and what these are multiplied by.
+
+    The two keys are of each trial, and of the call is what they are combined with. Numbers below the `level`
+    are dropped; it and the `scale` are one for all trials, or tensors with one each.
+    """
+
+    keys: tuple[Tensor, Tensor]
+    of_call: tuple[int, int]
+    level: int | Tensor
+    scale: float | Tensor
 
 
 class Streams:
@@ -150,6 +164,18 @@ class Streams:
         mask = (self.bits(shape) >= threshold).to(dtype).mul_(scale)
         self._uncount(before, chance)
         return mask
+
+    def mask(self, chance: float | tuple[float, ...]) -> Mask | None:
+        """What determines the next dropout mask, for a kernel; None if trials have made unlike draws."""
+        calls = self.calls
+        if not isinstance(calls, int):
+            return None
+        level, scale = _thresholds(chance, 0, self.seeds.device, torch.float32)
+        of_call = (_signed(_mix(calls * 2)), _signed(_mix(calls * 2 + 1)))
+        made = Mask(self._keys_of_forward(), of_call, level, scale)
+        self._count()
+        self._uncount(calls, chance)
+        return made
 
     def dropout_keys(self, chance: tuple[float, ...]) -> Tensor:
         """What `is_kept` needs to know of the next dropout mask, for kernels that compute it themselves."""

@@ -1,5 +1,5 @@
 """Biases and activations of dense layers in one pass forward and one back, which also sums for the bias."""
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found,misc"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.fusion.kernels import cdiv
+from plait.fusion.kernels.launch import launch, tl, triton
 from plait.fusion.plain_function import PlainFunction
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    from plait.fusion.kernels import triton_stub as triton
 
 _ROWS, _COLUMNS = 16, 256
 # Of gradients, which are also summed.
@@ -104,7 +99,7 @@ def _apply(y: Tensor, bias: Tensor, out: Tensor, kind: str) -> None:
     trials, rows, width = y.shape
     if y.numel():
         grid = (cdiv(width, _COLUMNS), cdiv(rows, _ROWS), trials)
-        _activation_forward[grid](y, bias, out, rows, width, y.stride(1), kind, _ROWS, _COLUMNS)
+        launch(_activation_forward, grid, (y, bias, out), (rows, width, y.stride(1), kind, _ROWS, _COLUMNS))
 
 
 class _Biased(PlainFunction):
@@ -145,10 +140,9 @@ class _Activated(PlainFunction):
         make = torch.empty if y.numel() else torch.zeros
         sums = make(trials, shares, width, device=y.device)
         if y.numel():
-            _activation_backward[(across, shares, trials)](
-                dout.contiguous(), y, bias, dy, sums, rows, width, ctx.kind, _FEWER_ROWS, _FEWER_COLUMNS,
-                num_warps=8,
-            )  # fmt: skip
+            tensors = dout.contiguous(), y, bias, dy, sums
+            numbers = rows, width, ctx.kind, _FEWER_ROWS, _FEWER_COLUMNS
+            launch(_activation_backward, (across, shares, trials), tensors, numbers, num_warps=8)
         return dy, sums.sum(1).to(bias.dtype), None
 
 

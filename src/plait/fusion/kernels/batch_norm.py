@@ -5,7 +5,7 @@ statistics of each channel of each trial are in one table with the rows `KNOWN`:
 mean and an inverse deviation. A ReLU is a `slope` of 0 below zero, a leaky one another slope, none a slope
 of 1.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations
 
@@ -14,16 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from plait.fusion.kernels import cdiv
-from plait.fusion.plain_function import PlainFunction
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    from plait.fusion.kernels import triton_stub as triton
+from plait.fusion.kernels.images import in_memory
+from plait.fusion.kernels.launch import launch, tl, triton
+from plait.fusion.plain_function import PlainFunction, once_differentiable
 
 _ROWS, _CHANNELS = 32, 128
 # Of a maximum, which is kept with its index and sums for each of them.
@@ -288,11 +283,6 @@ def _gradient_of_largest(
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
-def in_memory(x: Tensor) -> Tensor:
-    """A view whose axes are in the order in which the kernels find them in memory."""
-    return x.permute(1, *range(3, x.dim()), 0, 2)
-
-
 def _sizes(x: Tensor) -> tuple[int, int, int]:
     """The images, the points of each, and the channels of all trials."""
     trials, batch, channels, *points = x.shape
@@ -330,13 +320,12 @@ def statistics(
         sums = _partial(rows, channels, _CHANNELS, x.device)
         counts = sums.new_empty(len(sums))
         grid = cdiv(channels, _CHANNELS), len(sums)
-        _sums[grid](x, sums, counts, rows, channels, _ROWS, _CHANNELS)
+        launch(_sums, grid, (x, sums, counts), (rows, channels, _ROWS, _CHANNELS))
     table = torch.empty((len(KNOWN), channels), dtype=torch.float32, device=x.device)
     mean, variance = running or (table, table)
-    _finish[(cdiv(channels, 32),)](
-        sums, counts, weight, bias, mean, variance, table, len(sums), rows, channels, momentum, eps,
-        running is not None, 32, 32,
-    )  # fmt: skip
+    tensors = sums, counts, weight, bias, mean, variance, table
+    numbers = len(sums), rows, channels, float(momentum), float(eps), running is not None, 32, 32
+    launch(_finish, (cdiv(channels, 32),), tensors, numbers)
     return Statistics(table, largest)
 
 
@@ -346,17 +335,17 @@ def _find_largest(
     batch, points, channels = _sizes(x)
     value = torch.empty((batch, channels), dtype=torch.float32, device=x.device)
     index = torch.empty((batch, channels), dtype=torch.int64, device=x.device)
-    _largest[(cdiv(channels, _CHANNELS), batch)](
-        x, weight, value, index, value if sums is None else sums, value if counts is None else counts,
-        points, channels, sums is not None, _FEWER_ROWS, _CHANNELS,
-    )  # fmt: skip
+    has_sums = sums is not None
+    tensors = x, weight, value, index, sums if has_sums else value, counts if has_sums else value
+    numbers = points, channels, has_sums, _FEWER_ROWS, _CHANNELS
+    launch(_largest, (cdiv(channels, _CHANNELS), batch), tensors, numbers)
     return value, index
 
 
 def _partial(rows: int, channels: int, block: int, device: torch.device) -> Tensor:
     """Room for two sums of each channel, for as many programs as there are rows for."""
     shares = max(1, min(_PROGRAMS // cdiv(channels, block), cdiv(rows, _ROWS)))
-    return torch.empty((shares, 2, channels), dtype=torch.float32, device=device)
+    return torch.empty(shares, 2, channels, dtype=torch.float32, device=device)
 
 
 class _Norm(PlainFunction):
@@ -368,7 +357,7 @@ class _Norm(PlainFunction):
         batch, points, channels = _sizes(x)
         rows = batch * points
         grid = (cdiv(channels, _CHANNELS), cdiv(rows, _ROWS * _TILES))
-        _normalise[grid](x, table, y, rows, channels, slope, _ROWS, _CHANNELS)
+        launch(_normalise, grid, (x, table, y), (rows, channels, slope, _ROWS, _CHANNELS))
         ctx.save_for_backward(x, table)
         ctx.slope = slope
         return y
@@ -382,11 +371,12 @@ class _Norm(PlainFunction):
         rows = batch * points
         sums = _partial(rows, channels, _SUMMED, x.device)
         grid = cdiv(channels, _SUMMED), len(sums)
-        _gradient_sums[grid](x, dy, table, sums, rows, channels, ctx.slope, _ROWS, _SUMMED)
+        launch(_gradient_sums, grid, (x, dy, table, sums), (rows, channels, ctx.slope, _ROWS, _SUMMED))
         totals = sums.sum(0)
         dx = torch.empty_like(x)
         grid = (cdiv(channels, _CHANNELS), cdiv(rows, _ROWS * _TILES))
-        _gradient[grid](x, dy, table, totals, dx, rows, channels, ctx.slope, _ROWS, _CHANNELS)
+        numbers = rows, channels, ctx.slope, _ROWS, _CHANNELS
+        launch(_gradient, grid, (x, dy, table, totals, dx), numbers)
         return dx, *_of_trials(totals, x), None, None
 
 
@@ -419,9 +409,8 @@ class _NormLargest(PlainFunction):
         totals = torch.stack((dy.sum(0), (dy * (at - table[2]) * table[3]).sum(0)))
         dx = torch.empty_like(x)
         grid = (cdiv(channels, _CHANNELS), cdiv(points, _ROWS * _TILES), batch)
-        _gradient_of_largest[grid](
-            x, dy, index, table, totals, dx, points, channels, batch * points, _ROWS, _CHANNELS
-        )
+        numbers = points, channels, batch * points, _ROWS, _CHANNELS
+        launch(_gradient_of_largest, grid, (x, dy, index, table, totals, dx), numbers)
         return dx, *_of_trials(totals, x), None, None
 
 

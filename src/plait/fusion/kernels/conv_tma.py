@@ -5,7 +5,7 @@ of the image, shifted by the tap; with a stride, a box of one phase of the image
 such a box in one instruction and fills pixels outside of the image with zeros, so padding is free. Needs a
 Hopper GPU or newer.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations
 
@@ -20,13 +20,7 @@ from torch import Tensor
 
 from plait.fusion.kernels import cdiv, power_of_2_from
 from plait.fusion.kernels.images import Pad
-
-try:
-    import triton
-    import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:
-    from plait.fusion.kernels import triton_stub as triton
+from plait.fusion.kernels.launch import TensorDescriptor, launch, tl, triton
 
 Box = tuple[int, int, int]
 Shape = tuple[int, ...]
@@ -239,6 +233,13 @@ def _table(taps: Shape, block_o: int, block_c: int) -> Described:
     return shape, strides, [1, block_o, 1, block_c]
 
 
+def _boxes(tensor: Tensor, how: Described) -> Any:
+    """The descriptor of a tensor, without Triton's checks, which take longer than the launch."""
+    made = object.__new__(TensorDescriptor)
+    made.base, (made.shape, made.strides, made.block_shape) = tensor, how
+    return made
+
+
 def _product_tile(columns: int, reduced: int) -> Tile:
     depth = _block(reduced, 64)
     return Tile(128, 128, depth, 8, 4) if columns >= 128 else Tile(128, _block(columns, 64), depth, 4, 3)
@@ -303,11 +304,8 @@ def multiply(
     The taps are (trials, out, kernel h and w, channels).
     """
     how = _product_launch(source.shape, made.shape, taps.shape, stride, pad, is_up, bias is not None)
-    a, b = TensorDescriptor(source, *how.a), TensorDescriptor(taps, *how.b)
-    _box_product[how.grid](
-        a, b, bias if bias is not None else made, made, *how.numbers,
-        num_warps=how.tile.warps, num_stages=how.tile.stages,
-    )  # fmt: skip
+    tensors = _boxes(source, how.a), _boxes(taps, how.b), bias if bias is not None else made, made
+    launch(_box_product, how.grid, tensors, how.numbers, num_warps=how.tile.warps, num_stages=how.tile.stages)
 
 
 @lru_cache(maxsize=4096)
@@ -340,8 +338,8 @@ def taps_gradient(
     shares, (trials, outs) = how.grid[2], taps.shape[:2]
     gradient = torch.empty((shares, *taps.shape), dtype=torch.float32, device=large.device)
     totals = gradient.new_empty(shares, trials, outs) if sums else gradient
-    _box_gradient[how.grid](
-        TensorDescriptor(large, *how.a), TensorDescriptor(small, *how.b), gradient, totals, *how.numbers,
-        num_warps=how.tile.warps, num_stages=how.tile.stages,
-    )  # fmt: skip
+    tensors = _boxes(large, how.a), _boxes(small, how.b), gradient, totals
+    launch(
+        _box_gradient, how.grid, tensors, how.numbers, num_warps=how.tile.warps, num_stages=how.tile.stages
+    )
     return gradient[0] if shares == 1 else gradient.sum(0), totals.sum(0) if sums else None

@@ -1,5 +1,5 @@
 """Cross entropy of rows of logits, read as they are: no copy in float32, no table of log-likelihoods."""
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found,misc"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.fusion.kernels import cdiv
+from plait.fusion.kernels.launch import launch, tl, triton
 from plait.fusion.plain_function import PlainFunction
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    from plait.fusion.kernels import triton_stub as triton
 
 _BLOCK = 4096
 _MOST_PADDING = 64
@@ -73,9 +68,8 @@ class _RowLosses(PlainFunction):
         rows, classes = logits.shape
         losses, lse = (torch.empty(rows, device=logits.device, dtype=torch.float32) for _ in range(2))
         if rows:
-            _loss_forward[(rows,)](
-                logits, target, losses, lse, classes, logits.stride(0), ignored, _BLOCK, num_warps=8
-            )
+            numbers = classes, logits.stride(0), ignored, _BLOCK
+            launch(_loss_forward, (rows,), (logits, target, losses, lse), numbers, num_warps=8)
         ctx.save_for_backward(logits, target, lse)
         ctx.ignored = ignored
         return losses
@@ -92,10 +86,9 @@ class _RowLosses(PlainFunction):
         stride = logits.stride(0)
         out = logits.new_empty(rows, stride)
         if rows:
-            _loss_backward[(rows, cdiv(stride, _BLOCK))](
-                logits, target, lse, gradient.contiguous(), out, classes, stride, ctx.ignored, _BLOCK,
-                num_warps=8,
-            )  # fmt: skip
+            tensors = logits, target, lse, gradient.contiguous(), out
+            numbers = classes, stride, ctx.ignored, _BLOCK
+            launch(_loss_backward, (rows, cdiv(stride, _BLOCK)), tensors, numbers, num_warps=8)
         return out[:, :classes], None, None
 
 

@@ -3,7 +3,7 @@
 Each channel of each trial has one filter, so that trials are but more channels. cuDNN takes a launch
 for each channel where a stride or a kernel is unusual: 20,000 a step for 32 MobileNets.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found,misc"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from plait.fusion.kernels import cdiv, power_of_2_from
 from plait.fusion.kernels.images import Pad, in_16_bits, in_order, new_images
-from plait.fusion.plain_function import PlainFunction
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    from plait.fusion.kernels import triton_stub as triton
+from plait.fusion.kernels.launch import launch, tl, triton
+from plait.fusion.plain_function import PlainFunction, once_differentiable
 
 # Pixels and channels of a program, and how many numbers it holds for the gradient of the filters.
 _PIXELS, _CHANNELS = 32, 64
@@ -131,11 +125,12 @@ class _Depthwise(PlainFunction):
         y, x = new_images(x, each, (out_h, out_w)), in_order(x)
         pixels = x.shape[1] * out_h * out_w
         if pixels:
-            _forward[(cdiv(pixels, _PIXELS), cdiv(channels, _CHANNELS))](
-                x, taps, x if bias is None else bias, y, pixels, channels,
-                *x.shape[3:], out_h, out_w,
-                *kernel, *stride, *pad, *dilation, bias is not None, _PIXELS, _CHANNELS,
+            numbers = (
+                pixels, channels, *x.shape[3:], out_h, out_w, *kernel, *stride, *pad, *dilation,
+                bias is not None, _PIXELS, _CHANNELS,
             )  # fmt: skip
+            grid = cdiv(pixels, _PIXELS), cdiv(channels, _CHANNELS)
+            launch(_forward, grid, (x, taps, x if bias is None else bias, y), numbers)
         ctx.geometry = (kernel, stride, pad, dilation)
         ctx.kinds = filters.dtype, filters.shape, None if bias is None else bias.dtype
         ctx.save_for_backward(x, taps)
@@ -153,10 +148,11 @@ class _Depthwise(PlainFunction):
         if ctx.needs_input_grad[0]:
             dx, pixels = new_images(x, shape[1], sizes[:2]), x.shape[1] * sizes[0] * sizes[1]
             if pixels:
-                _input_gradient[(cdiv(pixels, _PIXELS), cdiv(channels, _CHANNELS))](
-                    dy, taps, dx, pixels, channels, *sizes, *kernel, *stride, *pad, *dilation,
-                    _PIXELS, _CHANNELS,
+                grid = cdiv(pixels, _PIXELS), cdiv(channels, _CHANNELS)
+                numbers = (
+                    pixels, channels, *sizes, *kernel, *stride, *pad, *dilation, _PIXELS, _CHANNELS
                 )  # fmt: skip
+                launch(_input_gradient, grid, (dy, taps, dx), numbers)
         if ctx.needs_input_grad[1]:
             gradient = _of_filters(x, dy, len(taps), ctx.geometry).t().to(kind).reshape(shape)
         of_bias = None
@@ -175,10 +171,11 @@ def _of_filters(x: Tensor, dy: Tensor, taps: int, geometry: Any) -> Tensor:
     across = cdiv(channels, block_c)
     shares = max(1, min(_PROGRAMS // across, cdiv(pixels, 4 * block_p)))
     parts = torch.empty((shares, taps, channels), dtype=torch.float32, device=x.device)
-    _filter_gradient[(across, shares)](
-        x, dy, parts, pixels, channels, *x.shape[3:], *dy.shape[3:],
-        kernel[1], taps, *stride, *pad, *dilation, block_t, block_p, block_c, num_warps=8,
+    numbers = (
+        pixels, channels, *x.shape[3:], *dy.shape[3:],
+        kernel[1], taps, *stride, *pad, *dilation, block_t, block_p, block_c,
     )  # fmt: skip
+    launch(_filter_gradient, (across, shares), (x, dy, parts), numbers, num_warps=8)
     return parts[0] if shares == 1 else parts.sum(0)
 
 

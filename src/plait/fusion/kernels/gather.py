@@ -3,7 +3,7 @@
 Supports any channels and strides, on any GPU that Triton supports; slower than TMA and im2col where those
 apply.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ from torch import Tensor
 
 from plait.fusion.kernels import cdiv
 from plait.fusion.kernels.images import Pad
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    from plait.fusion.kernels import triton_stub as triton
+from plait.fusion.kernels.launch import launch, tl, triton
 
 _PRODUCT_BLOCKS = [
     (128, 64, 64, 4, 3),
@@ -198,12 +193,13 @@ def down(large: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad
     _, batch, _, in_h, in_w = large.shape
     out_h, out_w = small.shape[3:]
     rows = batch * out_h * out_w
-    _gather_product[_grid(rows, outs, count, 1)](
-        large, taps, bias if bias is not None else large, small,
+    tensors = large, taps, bias if bias is not None else large, small
+    numbers = (
         rows, channels, outs, in_h, in_w, out_h, out_w, out_h, out_w,
         count * channels, channels, taps.stride(0), 1, taps.stride(1), channels, count * outs, outs,
         kernel_h, kernel_w, stride, pad[0], pad[1], False, bias is not None,
     )  # fmt: skip
+    launch(_gather_product, _grid(rows, outs, count, 1), tensors, numbers)
 
 
 def up(small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, large: Tensor) -> None:
@@ -213,12 +209,13 @@ def up(small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, 
     size = large.shape[3:]
     sub_h, sub_w = -(-size[0] // stride), -(-size[1] // stride)
     rows = batch * sub_h * sub_w
-    _gather_product[_grid(rows, channels, count, stride * stride)](
-        small, taps, bias if bias is not None else small, large,
+    tensors = small, taps, bias if bias is not None else small, large
+    numbers = (
         rows, outs, channels, in_h, in_w, size[0], size[1], sub_h, sub_w,
         count * outs, outs, taps.stride(0), taps.stride(1), 1, channels, count * channels, channels,
         kernel_h, kernel_w, stride, pad[0], pad[1], True, bias is not None,
     )  # fmt: skip
+    launch(_gather_product, _grid(rows, channels, count, stride * stride), tensors, numbers)
 
 
 def _grid(rows: int, outs: int, count: int, phases: int) -> Any:
@@ -242,9 +239,10 @@ def taps_gradient(large: Tensor, small: Tensor, taps: Tensor, stride: int, pad: 
         tiles = cdiv(outs, meta["BLOCK_O"]) * cdiv(channels, meta["BLOCK_C"])
         return tiles * kernel_h * kernel_w, count, shares
 
-    _weight_gradient[grid](
-        large, small, parts, batch * out_h * out_w, channels, outs, in_h, in_w, out_h, out_w,
+    numbers = (
+        batch * out_h * out_w, channels, outs, in_h, in_w, out_h, out_w,
         count * channels, channels, count * outs, outs, parts.stride(1),
         kernel_h, kernel_w, stride, pad[0], pad[1],
     )  # fmt: skip
+    launch(_weight_gradient, grid, (large, small, parts), numbers)
     return parts[0] if shares == 1 else parts.sum(0)

@@ -2,7 +2,7 @@
 
 A separate product per tap would reduce over, say, three channels, where Tensor Cores need sixteen.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from torch import Tensor
 
 from plait.fusion.kernels import cdiv, power_of_2_from
 from plait.fusion.kernels.images import Pad, Size, small_size
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    from plait.fusion.kernels import triton_stub as triton
+from plait.fusion.kernels.launch import launch, tl, triton
 
 FEW = 4
 _ROWS = 128
@@ -172,10 +167,10 @@ def spread_out(large: Tensor, taps: Tensor, stride: int, pad: Pad) -> Tensor:
     shape = (trials, large.shape[1], high, wide, FEW)
     spread = torch.empty(shape, dtype=large.dtype, device=large.device)
     pixels = spread.numel() // FEW
-    _spread[(cdiv(pixels, 512),)](
-        large, spread, pixels, large.shape[1], *large.shape[3:], high, wide,
-        channels, trials * channels, *pad, FEW, 512,
+    numbers = (
+        pixels, large.shape[1], *large.shape[3:], high, wide, channels, trials * channels, *pad, FEW, 512
     )  # fmt: skip
+    launch(_spread, (cdiv(pixels, 512),), (large, spread), numbers)
     return spread
 
 
@@ -205,11 +200,12 @@ def down(
     weights = F.pad(taps, (0, FEW - channels, 0, taps_across - kernel_w)).contiguous()
     rows, columns = small.shape[1] * size[0] * size[1], _width(outs)
     run = taps_across * FEW
-    _patch_product[(cdiv(rows, _ROWS) * cdiv(outs, columns), count)](
-        spread, weights, bias if bias is not None else spread, small,
+    numbers = (
         rows, outs, *_geometry(spread, size, stride), count * outs,
         kernel_h * run, run, stride, FEW, bias is not None, slope, _ROWS, columns, _width(kernel_h * run),
     )  # fmt: skip
+    tensors = spread, weights, bias if bias is not None else spread, small
+    launch(_patch_product, (cdiv(rows, _ROWS) * cdiv(outs, columns), count), tensors, numbers)
 
 
 def taps_gradient(
@@ -232,11 +228,12 @@ def taps_gradient(
     shares = max(1, min(_PROGRAMS // (tiles * count), rows // (4 * _ROWS)))
     shape = (shares, count, outs, kernel_h, taps_across, FEW)
     parts = torch.empty(shape, dtype=torch.float32, device=small.device)
-    _patch_gradient[(tiles, count, shares)](
-        spread, small, small if activated is None else activated, parts,
+    numbers = (
         rows, outs, *_geometry(spread, size, stride), count * outs,
         kernel_h * run, run, stride, FEW, slope, _ROWS, block_o, block_k,
     )  # fmt: skip
+    tensors = spread, small, small if activated is None else activated, parts
+    launch(_patch_gradient, (tiles, count, shares), tensors, numbers)
     return parts.sum(0)[..., :kernel_w, :channels].contiguous()
 
 
@@ -251,8 +248,10 @@ def fold_columns(
     """Sum `large` from the columns of each pixel of the small image (col2im)."""
     count, _, kernel_h, kernel_w, channels = taps.shape
     block = 1024
-    _fold[(cdiv(large.numel(), block),)](
-        columns, bias if bias is not None else columns, large, large.numel(), count * channels, channels,
+    numbers = (
+        large.numel(), count * channels, channels,
         *columns.shape[3:], *large.shape[3:], count * columns.shape[2],
         kernel_h, kernel_w, stride, *pad, bias is not None, block,
     )  # fmt: skip
+    tensors = columns, bias if bias is not None else columns, large
+    launch(_fold, (cdiv(large.numel(), block),), tensors, numbers)

@@ -7,6 +7,7 @@ channels).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,14 +19,20 @@ Size = Sequence[int]
 def new_images(of: Tensor, channels: int, size: Size, kind: torch.dtype | None = None) -> Tensor:
     """As many empty images (trials, batch, channels, height, width) as there are `of`."""
     shape = *of.shape[:2], channels, *size
-    return torch.empty_strided(shape, _strides(shape), dtype=kind or of.dtype, device=of.device)
+    return of.new_empty_strided(shape, _strides(shape), dtype=kind)
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Those of (batch, height, width, trials, channels)."""
     trials, _, channels, height, width = shape
     wide = trials * channels
     return channels, height * width * wide, 1, width * wide, wide
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """A view whose axes are in the order in which the kernels find them in memory."""
+    return x.permute(1, *range(3, x.dim()), 0, 2)
 
 
 def in_order(images: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Products with the adapter read and write the wide tensors once, in 16 bits, and 
 factors are multiplied as three bfloat16 parts, or as two of tf32, so that little of them is lost.
 Dropout is a hash of each element's index, computed where the element is read, and never stored.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found,misc"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 
 from __future__ import annotations
 
@@ -16,13 +16,9 @@ from torch import Tensor
 
 from plait.fusion.dispatch.random import is_kept
 from plait.fusion.kernels import cdiv, power_of_2_from
+from plait.fusion.kernels.dropout import keeps
+from plait.fusion.kernels.launch import launch, tl, triton
 from plait.fusion.plain_function import PlainFunction
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    from plait.fusion.kernels import triton_stub as triton
 
 # The narrowest product of Tensor Cores, and the widest adapter whose tiles fit into registers.
 _LEAST_RANK, MOST_RANK = 16, 128
@@ -48,13 +44,7 @@ def _times(wide, narrow, total):
 def _dropped(values, keys_ptr, trial, element):
     """`values` with zeros where a trial's dropout keeps none, by `is_kept` of the index of each."""
     keys_at = keys_ptr + trial * 3
-    bits = (element * tl.load(keys_at + 1) + tl.load(keys_at)).to(tl.uint32, bitcast=True)
-    bits ^= bits >> 16
-    bits *= 0x85EBCA6B
-    bits ^= bits >> 13
-    bits *= 0xC2B2AE35
-    bits ^= bits >> 16
-    kept = bits.to(tl.int32, bitcast=True) >= tl.load(keys_at + 2)
+    kept = keeps(element, tl.load(keys_at), tl.load(keys_at + 1), tl.load(keys_at + 2))
     return tl.where(kept, values, 0.0).to(values.dtype)
 
 
@@ -182,7 +172,7 @@ def _narrow(x: Tensor, w_trc: Tensor, scale: Tensor, scaled: bool, keys: Tensor 
     out = torch.empty(trials, rows, rank, device=x.device, dtype=torch.float32)
     options = _options(_TO_RANK, rank, scaled, keys)
     grid = (cdiv(rows, options["ROWS"]), trials)
-    _to_rank[grid](x, w_trc, scale, keys, out, rows, channels, rank, *w_trc.stride(), **options)
+    launch(_to_rank, grid, (x, w_trc, scale, keys, out), (rows, channels, rank, *w_trc.stride()), **options)
     return out
 
 
@@ -193,7 +183,7 @@ def _widen(
     trials, rows, channels, rank = _sizes(y, t.shape[2])
     options = _options(_FROM_RANK[w_trc.stride(2) == 1], rank, scaled, keys)
     grid = (cdiv(rows, options["ROWS"]), cdiv(channels, options["CHANNELS"]), trials)
-    _from_rank[grid](t, w_trc, scale, keys, y, rows, channels, rank, *w_trc.stride(), **options)
+    launch(_from_rank, grid, (t, w_trc, scale, keys, y), (rows, channels, rank, *w_trc.stride()), **options)
 
 
 def _gradient(
@@ -203,7 +193,8 @@ def _gradient(
     trials, rows, channels, rank = _sizes(y, t.shape[2])
     options = _options(_OVER_ROWS, rank, scaled, keys)
     grid = (cdiv(channels, options["CHANNELS"]), trials)
-    _over_rows[grid](y, t, scale, keys, like_trc, rows, channels, rank, *like_trc.stride(), **options)
+    numbers = rows, channels, rank, *like_trc.stride()
+    launch(_over_rows, grid, (y, t, scale, keys, like_trc), numbers, **options)
 
 
 class _AdaptedLinear(PlainFunction):

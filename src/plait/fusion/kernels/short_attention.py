@@ -4,7 +4,7 @@ Flash attention is made for long sequences; for those of a few dozen tokens it t
 memory. Queries, keys and values have shape (batch, heads, length, channels), 16 bits, any strides but that of
 channels.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found,misc"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 
 from __future__ import annotations
 
@@ -17,13 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plait.fusion.kernels import power_of_2_from
+from plait.fusion.kernels.launch import launch, tl, triton
 from plait.fusion.plain_function import PlainFunction
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    from plait.fusion.kernels import triton_stub as triton
 
 MOST_LENGTH = 128
 WIDTHS = (16, 32, 64, 128)
@@ -122,8 +117,8 @@ class _Attention(PlainFunction):
         lse = torch.empty(batch, heads, queries, device=q.device, dtype=torch.float32)
         ctx.sizes = scale, heads, queries, k.shape[2]
         ctx.blocks = {"CAUSAL": causal, **_blocks(queries, k.shape[2], width)}
-        own = [stride for tensor in (q, k, v, o) for stride in tensor.stride()[:3]]
-        _attention_forward[(batch * heads,)](q, k, v, o, lse, *ctx.sizes, *own, **ctx.blocks)
+        numbers = *ctx.sizes, *(stride for tensor in (q, k, v, o) for stride in tensor.stride()[:3])
+        launch(_attention_forward, (batch * heads,), (q, k, v, o, lse), numbers, **ctx.blocks)
         ctx.save_for_backward(q, k, v, lse)
         return o
 
@@ -135,9 +130,9 @@ class _Attention(PlainFunction):
         do = do if do.stride(3) == 1 else do.contiguous()
         dq, dk, dv = _like(q, k, v)
         strides = [stride for tensor in (q, k, v, do, dq, dk, dv) for stride in tensor.stride()[:3]]
-        _attention_backward[(q.shape[0] * q.shape[1],)](
-            q, k, v, do, lse, dq, dk, dv, *ctx.sizes, *strides, **ctx.blocks
-        )
+        tensors = q, k, v, do, lse, dq, dk, dv
+        grid = (q.shape[0] * q.shape[1],)
+        launch(_attention_backward, grid, tensors, (*ctx.sizes, *strides), **ctx.blocks)
         return dq, dk, dv, None, None
 
 
@@ -187,6 +182,6 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
     """Scaled dot product attention, as torch's function of these."""
-    factor = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+    factor = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     o: Tensor = _Attention.apply(q, k, v, factor, causal)
     return o

@@ -4,7 +4,7 @@ Values have shape (trials, rows, channels). A residual layer adds its output to 
 begins with a norm of the sum: here both are one pass over memory forward and one back. The output y may come
 without its bias, which is then added here, and summed for its gradient.
 """
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found,misc"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,misc"
 
 from __future__ import annotations
 
@@ -16,13 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.fusion.kernels import cdiv, power_of_2_from
+from plait.fusion.kernels.launch import launch, tl, triton
 from plait.fusion.plain_function import PlainFunction
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    from plait.fusion.kernels import triton_stub as triton
 
 # A program holds about this many values at a time, some rows or one, and a warp this many.
 _TILE, _OF_WARP = 2048, 1024
@@ -177,12 +172,13 @@ class _SumNorm(PlainFunction):
         size = _tile(rows, channels)
         if x.numel():
             outputs = ([*made, x, x])[:2]
-            _sum_norm_forward[(cdiv(rows, size["BLOCK_R"]), trials)](
-                x, y, add, weight, bias, x if total is None else total, *outputs, mean, inverse,
-                rows, channels, 0.0 if norm is None else norm.eps,
+            tensors = x, y, add, weight, bias, x if total is None else total, *outputs, mean, inverse
+            numbers = (
+                rows, channels, 0.0 if norm is None else float(norm.eps),
                 y is not None, add is not None, len(made), norm is not None and norm.centred,
-                weight is not None, bias is not None, **size,
+                weight is not None, bias is not None,
             )  # fmt: skip
+            launch(_sum_norm_forward, (cdiv(rows, size["BLOCK_R"]), trials), tensors, numbers, **size)
         if norm is not None:
             ctx.save_for_backward(x if total is None else total, weight, bias, mean, inverse)
         return total, *made, *([None] * (2 - len(made)))
@@ -213,11 +209,12 @@ class _SumNorm(PlainFunction):
         make = torch.empty if like.numel() else torch.zeros
         parts = make(3 if any(has) else 0, trials, shares, channels, device=like.device)
         if like.numel() and not (passes and joined and not any(has)):
-            _sum_norm_backward[(shares, trials)](
-                *given, x, weight, mean, inverse, dx, like if dy is None else dy, parts, rows, channels,
-                *(part is not None for part in given), normed and ctx.norm.centred,
-                *has, not passes, not joined, **size,
+            tensors = *given, x, weight, mean, inverse, dx, like if dy is None else dy, parts
+            numbers = (
+                rows, channels, *(part is not None for part in given), normed and ctx.norm.centred,
+                *has, not passes, not joined,
             )  # fmt: skip
+            launch(_sum_norm_backward, (shares, trials), tensors, numbers, **size)
         sums = parts.sum(2)
         dw, db = (
             None if own is None else sums[number].to(own.dtype) for number, own in enumerate((weight, bias))

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from plait.fusion.kernels import conv_tma, gather, im2col
 from plait.fusion.kernels.images import Pad, Size, in_16_bits, in_order, new_images, small_size
-from plait.fusion.plain_function import PlainFunction
+from plait.fusion.plain_function import PlainFunction, once_differentiable
 
 
 def _down(
@@ -40,9 +39,9 @@ def _down(
 def _up(small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: Size) -> Tensor:
     """The transposed convolution to images of `size`."""
     large = new_images(small, taps.shape[-1], size)
-    # If each pixel of the large image depends on one pixel of the small one, a product with all taps wastes
-    # nothing; if it has few channels, separate products per tap would be narrow.
-    if im2col.fits(taps) or small.shape[3:] == (1, 1):
+    # If each pixel of the large image depends on one pixel of the small one by one of several taps, a product
+    # with all taps wastes nothing; if it has few channels, separate products per tap would be narrow.
+    if im2col.fits(taps) or (small.shape[3:] == (1, 1) and taps.shape[2:4] != (1, 1)):
         points = im2col.as_points(taps)
         columns = new_images(small, points.shape[1], small.shape[3:], torch.float32)
         spread = im2col.spread_out(small, points, 1, (0, 0)) if im2col.fits(points) else None
@@ -71,7 +70,7 @@ def _taps_gradient(
         gradient, totals = conv_tma.taps_gradient(large, small, taps, stride, pad, sums)
     else:
         gradient = gather.taps_gradient(large, small, taps, stride, pad)
-    return gradient.to(kind).movedim(-1, 2), totals
+    return _as_weight(gradient.to(kind)), totals
 
 
 class _TrialConvolution(PlainFunction):
@@ -139,12 +138,19 @@ class _FewChannels(PlainFunction):
         if ctx.needs_input_grad[0]:
             dx = _up(dy, taps, None, stride, pad, image)
         if ctx.needs_input_grad[1]:
-            dw = im2col.taps_gradient(spread, dy, taps, stride, y, slope).to(kind).movedim(-1, 2)
+            dw = _as_weight(im2col.taps_gradient(spread, dy, taps, stride, y, slope).to(kind))
         return dx, dw, _bias_gradient(dy) if has_bias else None, None, None, None
 
 
 def _taps(weight: Tensor, kind: torch.dtype) -> Tensor:
-    return weight.to(kind).movedim(2, -1).contiguous()
+    return weight.movedim(2, -1).to(kind, memory_format=torch.contiguous_format).contiguous()
+
+
+def _as_weight(taps: Tensor) -> Tensor:
+    """Taps (trials, out, kernel h and w, channels) in the order of a weight's axes."""
+    if taps.shape[2:4] == (1, 1):
+        return taps.view(*taps.shape[:2], -1, 1, 1)  # with a weight's strides, or torch would copy it
+    return taps.movedim(-1, 2)
 
 
 def _bias_gradient(dy: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """Adam for all trials of several parameters in one pass over memory, each trial with its own coefficients."""
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-not-found"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.fusion.kernels import cdiv
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    from plait.fusion.kernels import triton_stub as triton
+from plait.fusion.kernels.launch import launch, tl, triton
 
 _BLOCK = 1024
 # The parameters of one launch, and what their addresses and sizes are multiples of, so that all launches are
@@ -26,7 +21,7 @@ Moments = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @triton.jit
 def _adam(
-    ps, gs, means, squares, sizes, table_ptr, trials,
+    ps, gs, means, squares, table_ptr, sizes, trials,
     DECOUPLED: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The formulas of `plait.fusion.optim.optimizer_kinds` for a block of one trial's elements."""
@@ -79,12 +74,11 @@ def adam(moments: Iterable[Moments], numbers: Tensor, decoupled: bool) -> None:
     `numbers` has a row per coefficient, in the order of Adam's `coefficients`, and a column per trial.
     """
     for several in _launches(map(_prepared, moments)):
-        sizes = tuple(p[0].numel() for p, *_ in several)
-        columns = (tuple(column) for column in zip(*several))
-        blocks, trials = sum(cdiv(size, _BLOCK) for size in sizes), len(several[0][0])
-        _adam[(blocks, trials)](
-            *columns, sizes, numbers, trials, decoupled, len(several), _BLOCK, num_warps=4
-        )
+        trials = several[0][0].shape[0]
+        sizes = tuple([p.numel() // trials for p, *_ in several])
+        tensors = *zip(*several), numbers
+        grid = sum([cdiv(size, _BLOCK) for size in sizes]), trials
+        launch(_adam, grid, tensors, (sizes, trials, decoupled, len(several), _BLOCK), num_warps=4)
         # As after a write by torch: a backward that saved a parameter before must not go on unnoticed.
         torch.autograd.graph.increment_version([p for p, *_ in several])
 
@@ -92,16 +86,18 @@ def adam(moments: Iterable[Moments], numbers: Tensor, decoupled: bool) -> None:
 def _prepared(moments: Moments) -> Moments:
     """With the gradient in the layout of the parameter."""
     p, g, mean, square = moments
-    assert p.stride(0) == p[0].numel()
-    assert p.stride() == mean.stride() == square.stride()
-    return p, g if g.stride() == p.stride() else torch.empty_like(p).copy_(g), mean, square
+    strides = p.stride()
+    assert strides[0] * p.shape[0] == p.numel()
+    assert strides == mean.stride() == square.stride()
+    return p, g if g.stride() == strides else torch.empty_like(p).copy_(g), mean, square
 
 
 def _launches(moments: Iterable[Moments]) -> Iterator[Sequence[Moments]]:
     """The parameters of each launch; what is not aligned is launched alone."""
     aligned: list[Moments] = []
     for each in moments:
-        if each[0][0].numel() % _ALIGNED == 0 and all(part.data_ptr() % _ALIGNED == 0 for part in each):
+        own = each[0].numel() // each[0].shape[0]
+        if own % _ALIGNED == 0 and not any(part.data_ptr() % _ALIGNED for part in each):
             aligned.append(each)
         else:
             yield [each]

@@ -91,7 +91,11 @@ def _per_trial(
     given = tuple([tuple(each) if type(each) is list else each for each in options.values()])
     numbers, is_pointwise = _numbers(tuple(options), given, weight.shape[3:])
     if groups == 1 and is_pointwise:
-        return choose("pointwise", _fitting_pointwise(_needs_channels_last(x)), x, weight, bias)
+        if x.shape[3:].numel() == 1:  # as of a mean of all pixels: in either order of axes there is no copy
+            return _pointwise_rows(x, weight, bias)
+        if _has_kernel(x) and x.dim() < 6:
+            return _pointwise_gathered(x, weight, bias)
+        return choose("pointwise", _POINTWISE, x, weight, bias)
     if groups == 1 and weight.dim() == 5 and "same" not in numbers["padding"]:
         operation, ways = _fitting(function, tuple(numbers.items()), _needs_channels_last(x))
         if _can_wait(x, weight) and chosen(operation, ways, x, weight, bias) == "gathered":
@@ -171,11 +175,6 @@ def _fitting(function: Function, options: tuple[Any, ...], channels_last: bool) 
         for name, way in _WAYS.items()
         if not channels_last or name in _RETURN_CHANNELS_LAST
     }
-
-
-@cache
-def _fitting_pointwise(channels_last: bool) -> dict[str, Way]:
-    return {k: way for k, way in _POINTWISE.items() if not channels_last or k in _RETURN_CHANNELS_LAST}
 
 
 def _each(value: Any, spatial: int) -> tuple[Any, ...]:
@@ -310,15 +309,12 @@ def _pointwise_grouped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 def _pointwise_gathered(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     options = {"stride": (1, 1), "dilation": (1, 1), "padding": (0, 0)}
-    if x.dim() != 4 and x.dim() != 5:
-        raise RuntimeError("the kernel supports one or two spatial axes")
     if x.dim() == 5:
         return _gathered(F.conv2d, x, weight, bias, options)
     return _gathered(F.conv2d, x.unsqueeze(3), weight.unsqueeze(3), bias, options).squeeze(3)
 
 
 _POINTWISE = {
-    "gathered": _pointwise_gathered,
     "rows": _pointwise_rows,
     "columns": _pointwise_columns,
     "grouped": _pointwise_grouped,

@@ -13,6 +13,7 @@ from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.refusals import refuse_random
 from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
+from plait.fusion.kernels import can_run_on
 from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.rules.shapes import sizes
 from plait.fusion.trials.batch_axis import MIXED, require_rows_first
@@ -32,7 +33,13 @@ def chance_of(p: float) -> float | tuple[float, ...]:
 
 def drop(inner: Tensor, p: float, trials: Trials) -> Tensor:
     """`inner`, batch first, with elements dropped per trial."""
-    return inner * streams_of(trials).keep(tuple(inner.shape[1:]), chance_of(p), inner.dtype)
+    streams, chance = streams_of(trials), chance_of(p)
+    if can_run_on(inner):
+        from plait.fusion.kernels import dropout as kernels  # needs Triton
+
+        if kernels.supports(inner) and (mask := streams.mask(chance)) is not None:
+            return kernels.dropped(inner, mask)
+    return inner * streams.keep(tuple(inner.shape[1:]), chance, inner.dtype)
 
 
 # Draws numbers of shape (trials, *shape) from streams.
@@ -75,6 +82,8 @@ def dropout(function: Function, args: Arguments, kwargs: Options) -> Any:
     x, p, active = _given(args, kwargs)
     if not active:
         return x
+    if x.trials.rows is None or not x.rows_at:
+        return _put(x, drop(x.stacked, p, x.trials), args, kwargs)
     return _put(x, x.stacked * keep(x, p, tuple(x.shape)), args, kwargs)
 
 

@@ -15,6 +15,7 @@ from plait.fusion.dispatch.registry import Arguments, Function, Options, argumen
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.kernels import can_run_on
+from plait.fusion.kernels.images import in_memory
 from plait.fusion.rules.convolution import fold_channels, unfold_channels
 from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.speed.lazy_activation import PendingActivation
@@ -96,8 +97,6 @@ def _waits(inner: Tensor, given: Options) -> bool:
     """Whether our kernels compute the norm: on a GPU, in 16 bits, channels last."""
     if inner.dtype not in _HALF or inner.dim() not in (4, 5) or not can_run_on(inner):
         return False
-    from plait.fusion.kernels.batch_norm import in_memory  # needs Triton, which a CPU build lacks
-
     trials, _, channels = inner.shape[:3]
     # Torch raises for one value per channel. Tensors of inference mode have no version counter.
     several = inner.numel() > trials * channels and not inner.is_inference()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class PendingActivation:
     slope: float = 1.0
 
     def with_slope(self, slope: float) -> PendingActivation:
-        return replace(self, slope=slope)
+        return PendingActivation(self.compute, self.largest, self.sources, self.like, self.grad, slope)
 
     def outcome(self) -> Tensor:
         with self._as_called():
