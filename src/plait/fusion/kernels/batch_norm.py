@@ -3,7 +3,7 @@
 Values have shape (trials, batch, channels, ...) and lie in memory as (batch, points, trials x channels). The
 statistics of each channel of each trial are in one table with the rows `KNOWN`: the norm is a x + b, from a
 mean and an inverse deviation. A ReLU is a `slope` of 0 below zero, a leaky one another slope, none a slope
-of 1.
+of 1; smooth activations have names in place of one.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
@@ -19,6 +19,7 @@ from plait.fusion.kernels import cdiv
 from plait.fusion.kernels.images import in_memory
 from plait.fusion.kernels.launch import launch, tl, triton
 from plait.fusion.plain_function import PlainFunction, once_differentiable
+from plait.fusion.speed.lazy_activation import Slope
 
 _ROWS, _CHANNELS = 32, 128
 # Of a maximum, which is kept with its index and sums for each of them.
@@ -27,6 +28,8 @@ _FEWER_ROWS = 8
 _TILES = 16
 # Sums are over as many rows a program as fill a GPU about once; of gradients, over fewer channels.
 _PROGRAMS, _SUMMED = 132 * 4, 64
+# The activations with names.
+SMOOTH = frozenset(("silu", "hardswish"))
 # The rows of the table.
 KNOWN = ("a", "b", "mean", "inverse")
 
@@ -46,7 +49,11 @@ def _known(table_ptr, row, offs_c, channels):
 
 @triton.jit
 def _cut(y, SLOPE: tl.constexpr):
-    if SLOPE == 0.0:
+    if SLOPE == "silu":
+        y = y * tl.sigmoid(y)
+    elif SLOPE == "hardswish":
+        y = y * tl.where(y < -3.0, 0.0, tl.where(y > 3.0, 1.0, y / 6.0 + 0.5))
+    elif SLOPE == 0.0:
         y = tl.where(y <= 0.0, 0.0, y)  # a NaN stays one
     elif SLOPE != 1.0:
         y = tl.where(y > 0, y, y * SLOPE)
@@ -56,7 +63,12 @@ def _cut(y, SLOPE: tl.constexpr):
 @triton.jit
 def _before_cut(dy, y, SLOPE: tl.constexpr):
     """The gradient of the norm's output y from that of the activation."""
-    if SLOPE == 0.0:
+    if SLOPE == "silu":
+        s = tl.sigmoid(y)
+        dy = dy * s * (1.0 + y * (1.0 - s))
+    elif SLOPE == "hardswish":
+        dy = dy * tl.where(y < -3.0, 0.0, tl.where(y > 3.0, 1.0, y / 3.0 + 0.5))
+    elif SLOPE == 0.0:
         dy = tl.where(y <= 0.0, 0.0, dy)
     elif SLOPE != 1.0:
         dy = tl.where(y > 0, dy, dy * SLOPE)
@@ -165,7 +177,7 @@ def _normalise(
     x_ptr, table_ptr, y_ptr, rows, channels,
     SLOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """y = a x + b, multiplied by the slope below zero."""
+    """y = a x + b, and its activation."""
     offs_c, real = _columns(channels, BLOCK_C)
     a = _known(table_ptr, 0, offs_c, channels)
     b = _known(table_ptr, 1, offs_c, channels)
@@ -352,7 +364,7 @@ class _Norm(PlainFunction):
     """Batch norm and activation, given the statistics."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, slope: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, table: Tensor, slope: Slope) -> Tensor:
         y = torch.empty_like(x)
         batch, points, channels = _sizes(x)
         rows = batch * points
@@ -420,7 +432,7 @@ def _of_trials(totals: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return of_weight, of_bias
 
 
-def trial_norm(x: Tensor, weight: Tensor, bias: Tensor, known: Statistics, slope: float) -> Tensor:
+def trial_norm(x: Tensor, weight: Tensor, bias: Tensor, known: Statistics, slope: Slope) -> Tensor:
     """Batch norm by its statistics, with the activation's slope."""
     outcome: Tensor = _Norm.apply(x, weight, bias, known.table, slope)
     return outcome

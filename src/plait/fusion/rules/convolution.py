@@ -91,7 +91,8 @@ def _per_trial(
     given = tuple([tuple(each) if type(each) is list else each for each in options.values()])
     numbers, is_pointwise = _numbers(tuple(options), given, weight.shape[3:])
     if groups == 1 and is_pointwise:
-        if x.shape[3:].numel() == 1:  # as of a mean of all pixels: in either order of axes there is no copy
+        # As of means of all pixels; without a bias a norm follows, whose kernels want another order of axes.
+        if bias is not None and x.shape[3:].numel() == 1:
             return _pointwise_rows(x, weight, bias)
         if _has_kernel(x) and x.dim() < 6:
             return _pointwise_gathered(x, weight, bias)

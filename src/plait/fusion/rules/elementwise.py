@@ -23,7 +23,7 @@ from plait.fusion.dispatch.registry import (
     takes_per_trial,
 )
 from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
-from plait.fusion.speed.lazy_activation import PendingActivation
+from plait.fusion.speed.lazy_activation import PendingActivation, Slope
 from plait.fusion.speed.lazy_cast import pending_cast
 from plait.fusion.speed.lazy_rows import PendingDense, pending_sum
 from plait.fusion.trials.per_trial import PerTrial, on_device
@@ -34,7 +34,7 @@ _UNARY = (
     "isposinf isreal lgamma log log10 log1p log2 logical_not logit nan_to_num neg negative positive "
     "rad2deg reciprocal round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc "
     "__neg__ __pos__ __invert__ __abs__ relu relu6 elu selu celu gelu silu mish softplus softsign "
-    "tanhshrink hardtanh hardswish hardsigmoid leaky_relu logsigmoid log_sigmoid threshold hardshrink "
+    "tanhshrink hardtanh hardsigmoid leaky_relu logsigmoid log_sigmoid threshold hardshrink "
     "softshrink clone detach contiguous to float double half bfloat16 int long bool type type_as cpu cuda "
     "requires_grad_ detach_ zero_ fill_ zeros_like ones_like full_like empty_like real imag clamp "
     "clamp_min clamp_max clip xlogy entr relu_ relu6_ elu_ selu_ celu_ leaky_relu_ hardtanh_ threshold_ "
@@ -265,13 +265,15 @@ def relu(function: Function, args: Arguments, kwargs: Options) -> Any:
     return unary(function, args, kwargs) if joined is None else joined
 
 
-@rule("silu", "gelu")
+@rule("silu", "hardswish", "gelu")
 def smooth(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """A SiLU or GELU directly after a pending dense layer is fused with it."""
+    """A smooth activation directly after a pending norm or dense layer is fused with it, if one can be."""
     if args[0].pending is None:
         return unary(function, args, kwargs)
-    if function.__name__ == "silu":
-        joined = _join_dense("silu", arguments_of("input inplace", {"inplace": False}, args, kwargs))
+    if (name := function.__name__) != "gelu":
+        given = arguments_of("input inplace", {"inplace": False}, args, kwargs)
+        joined = _join_slope(given["input"], name, given["inplace"])
+        joined = _join_dense(name, given) if joined is None and name == "silu" else joined
     else:
         given = arguments_of("input approximate", {"approximate": "none"}, args, kwargs)
         kind = {"none": "gelu", "tanh": "gelu tanh"}.get(given["approximate"])
@@ -305,19 +307,16 @@ def leaky_relu(function: Function, args: Arguments, kwargs: Options) -> Any:
     return unary(function, args, kwargs) if joined is None else joined
 
 
-def _join_slope(x: TrialTensor, slope: float, in_place: bool) -> TrialTensor | None:
-    """What is pending of `x` with an activation of this slope; None if nothing is, or it has one already.
-
-    With a negative slope the maximum of the norm would not be the maximum of the activation.
-    """
-    pending = x.pending
-    if not isinstance(pending, PendingActivation) or pending.slope != 1.0 or slope < 0.0:
+def _join_slope(x: TrialTensor, slope: Slope, in_place: bool) -> TrialTensor | None:
+    """What is pending of `x` with an activation of this slope; None if nothing is that can be joined."""
+    joined = x.pending.with_slope(slope) if isinstance(x.pending, PendingActivation) else None
+    if joined is None:
         return None
     if in_place:
-        x.pending = pending.with_slope(slope)
+        x.pending = joined
         return x
     x.is_passed_by = True
-    return TrialTensor(pending.like, x.trials, pending.with_slope(slope))
+    return TrialTensor(joined.like, x.trials, joined)
 
 
 @rule("prelu")

@@ -18,7 +18,7 @@ from plait.fusion.kernels import can_run_on
 from plait.fusion.kernels.images import in_memory
 from plait.fusion.rules.convolution import fold_channels, unfold_channels
 from plait.fusion.rules.elementwise import align_operand
-from plait.fusion.speed.lazy_activation import PendingActivation
+from plait.fusion.speed.lazy_activation import PendingActivation, Slope
 from plait.fusion.speed.lazy_reads import Watched
 from plait.fusion.speed.lazy_rows import pending_row_norm
 from plait.fusion.trials.batch_axis import require_rows_first
@@ -123,7 +123,7 @@ def _pending(inner: Tensor, given: Options, trials: Trials) -> PendingActivation
             inner, weight, bias, running, given["momentum"], given["eps"], is_line and own in _before_maxima
         )
 
-    def norm(slope: float) -> Tensor:
+    def norm(slope: Slope) -> Tensor:
         return kernels.trial_norm(inner, weight, bias, known, slope)
 
     def largest(slope: float) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,8 @@ def _pending(inner: Tensor, given: Options, trials: Trials) -> PendingActivation
         return value, index
 
     sources = (Watched(inner, "normalized"),)
-    return PendingActivation(norm, largest if is_line else None, sources, inner, torch.is_grad_enabled())
+    names, grad = kernels.SMOOTH, torch.is_grad_enabled()
+    return PendingActivation(norm, largest if is_line else None, sources, inner, grad, names)
 
 
 @rule("instance_norm")

@@ -10,25 +10,38 @@ from torch import Tensor
 
 from plait.fusion.speed.lazy_reads import Watched
 
+# The factor for what is negative, or the name of an activation.
+Slope = float | str
+
 
 @dataclass(frozen=True)
 class PendingActivation:
     """An operation on `sources` whose output is not computed yet.
 
     `compute(slope)` computes it, `largest(slope)` its maximum over the last axis and the index of that; the
-    slope is the ReLU's factor for negative values, 1 without a ReLU. Both run in the gradient mode and on the
-    values at the time of the call. `like` has the shape of the output, trials first.
+    slope is the ReLU's factor for negative values, 1 without a ReLU, or one of the smooth activations `names`
+    that can be computed, too. Both run in the gradient mode and on the values at the time of the call. `like`
+    has the shape of the output, trials first.
     """
 
-    compute: Callable[[float], Tensor]
+    compute: Callable[[Slope], Tensor]
     largest: Callable[[float], tuple[Tensor, Tensor]] | None
     sources: Sequence[Watched]
     like: Tensor
     grad: bool
-    slope: float = 1.0
+    names: frozenset[str] = frozenset()
+    slope: Slope = 1.0
 
-    def with_slope(self, slope: float) -> PendingActivation:
-        return PendingActivation(self.compute, self.largest, self.sources, self.like, self.grad, slope)
+    def with_slope(self, slope: Slope) -> PendingActivation | None:
+        """With an activation; None if it has one already, or cannot be computed with this one.
+
+        With a negative slope the maximum of the norm would not be the maximum of the activation.
+        """
+        fits = slope in self.names if isinstance(slope, str) else slope >= 0.0
+        if self.slope != 1.0 or not fits:
+            return None
+        largest = None if isinstance(slope, str) else self.largest
+        return PendingActivation(self.compute, largest, self.sources, self.like, self.grad, slope=slope)
 
     def outcome(self) -> Tensor:
         with self._as_called():
@@ -36,6 +49,7 @@ class PendingActivation:
 
     def maximum(self) -> tuple[Tensor, Tensor]:
         assert self.largest is not None
+        assert not isinstance(self.slope, str)
         with self._as_called():
             return self.largest(self.slope)
 
