@@ -110,7 +110,7 @@ def _store_moments(out_ptr, counts_ptr, total, square, shift, count, offs_c, cha
     tl.store(counts_ptr + tl.program_id(1), count, mask=tl.program_id(0) == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _sums(x_ptr, out_ptr, counts_ptr, rows, channels, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
     """The sums of x over this program's rows, see `_store_moments`."""
     offs_c, real = _columns(channels, BLOCK_C)
@@ -132,7 +132,7 @@ def _sums(x_ptr, out_ptr, counts_ptr, rows, channels, BLOCK_R: tl.constexpr, BLO
     _store_moments(out_ptr, counts_ptr, total, square, shift, count, offs_c, channels)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "rows"])
 def _finish(
     sums_ptr, counts_ptr, weight_ptr, bias_ptr, mean_ptr, variance_ptr, table_ptr,
     tiles, rows, channels, momentum, eps,
@@ -172,7 +172,7 @@ def _finish(
         tl.store(variance_ptr + offs_c, old + momentum * (unbiased - old), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _normalise(
     x_ptr, table_ptr, y_ptr, rows, channels,
     SLOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -189,7 +189,7 @@ def _normalise(
         tl.store(y_ptr + at, _cut(x * a + b, SLOPE).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gradient_sums(
     x_ptr, dy_ptr, table_ptr, out_ptr, rows, channels,
     SLOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -214,7 +214,7 @@ def _gradient_sums(
     _store_sums(out_ptr, total, product, offs_c, channels)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gradient(
     x_ptr, dy_ptr, table_ptr, totals_ptr, dx_ptr, rows, channels,
     SLOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,

@@ -63,7 +63,7 @@ def _moved(
     return box
 
 
-@triton.jit(do_not_specialize=["batch", "out_h", "out_w", "tiles_y", "tiles_x"])
+@triton.jit(do_not_specialize=["reduced", "batch", "out_h", "out_w", "tiles_y", "tiles_x"])
 def _box_product(
     a_desc, b_desc, bias_ptr, y_ptr, reduced, outs, y_row, batch, out_h, out_w, tiles_y, tiles_x,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE: tl.constexpr,

@@ -20,64 +20,73 @@ from plait.fusion.plain_function import PlainFunction, once_differentiable
 # Pixels and channels of a program, and how many numbers it holds for the gradient of the filters.
 _PIXELS, _CHANNELS = 32, 64
 _HELD = 8192
+# The most taps that are compiled one by one, which takes seconds for more.
+_UNROLLED = 25
 # Enough programs to fill a GPU a few times.
 _PROGRAMS = 132 * 8
 
 
 @triton.jit
-def _forward(
+def _row_of_taps(
+    acc, x_ptr, taps_ptr, row, image, y_at, x_at, exists, offs_c, in_c, channels, in_h, in_w,
+    KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr, STEP_H: tl.constexpr, STEP_W: tl.constexpr,
+    UP: tl.constexpr,
+):  # fmt: skip
+    """Add the products with one row of a filter's taps; up, each pixel reads the outputs that read it."""
+    for column in tl.static_range(KERNEL_W):
+        if UP:
+            from_y = y_at + PAD_H - row * STEP_H
+            from_x = x_at + PAD_W - column * STEP_W
+            in_y, in_x = from_y // STRIDE_H, from_x // STRIDE_W
+            inside = (from_y >= 0) & (from_x >= 0) & (from_y % STRIDE_H == 0) & (from_x % STRIDE_W == 0)
+        else:
+            in_y = y_at * STRIDE_H - PAD_H + row * STEP_H
+            in_x = x_at * STRIDE_W - PAD_W + column * STEP_W
+            inside = (in_y >= 0) & (in_x >= 0)
+        inside = inside & (in_y < in_h) & (in_x < in_w) & exists
+        at = ((image * in_h + in_y) * in_w + in_x).to(tl.int64) * channels
+        x = tl.load(x_ptr + at[:, None] + offs_c[None, :], mask=inside[:, None] & in_c[None, :], other=0.0)
+        tap = row * KERNEL_W + column
+        weight = tl.load(taps_ptr + tap * channels + offs_c, mask=in_c, other=0.0)
+        acc += x.to(tl.float32) * weight.to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit(do_not_specialize=["pixels", "in_h", "in_w", "out_h", "out_w"])
+def _product(
     x_ptr, taps_ptr, bias_ptr, y_ptr, pixels, channels, in_h, in_w, out_h, out_w,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
     PAD_H: tl.constexpr, PAD_W: tl.constexpr, STEP_H: tl.constexpr, STEP_W: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    UP: tl.constexpr, HAS_BIAS: tl.constexpr, UNROLLED: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    """The convolution, or up its transpose: the gradient of the images."""
     offs_p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     offs_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_c = offs_c < channels
+    exists = offs_p < pixels
     image, y_at, x_at = offs_p // (out_h * out_w), (offs_p // out_w) % out_h, offs_p % out_w
     acc = tl.zeros((BLOCK_P, BLOCK_C), dtype=tl.float32)
-    for tap in tl.static_range(KERNEL_H * KERNEL_W):
-        in_y = y_at * STRIDE_H - PAD_H + (tap // KERNEL_W) * STEP_H
-        in_x = x_at * STRIDE_W - PAD_W + (tap % KERNEL_W) * STEP_W
-        inside = (in_y >= 0) & (in_x >= 0) & (in_y < in_h) & (in_x < in_w) & (offs_p < pixels)
-        at = ((image * in_h + in_y) * in_w + in_x).to(tl.int64) * channels
-        x = tl.load(x_ptr + at[:, None] + offs_c[None, :], mask=inside[:, None] & in_c[None, :], other=0.0)
-        weight = tl.load(taps_ptr + tap * channels + offs_c, mask=in_c, other=0.0)
-        acc += x.to(tl.float32) * weight.to(tl.float32)[None, :]
+    if UNROLLED:
+        for row in tl.static_range(KERNEL_H):
+            acc = _row_of_taps(
+                acc, x_ptr, taps_ptr, row, image, y_at, x_at, exists, offs_c, in_c, channels, in_h, in_w,
+                KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W, STEP_H, STEP_W, UP,
+            )  # fmt: skip
+    else:
+        for row in range(KERNEL_H):
+            acc = _row_of_taps(
+                acc, x_ptr, taps_ptr, row, image, y_at, x_at, exists, offs_c, in_c, channels, in_h, in_w,
+                KERNEL_W, STRIDE_H, STRIDE_W, PAD_H, PAD_W, STEP_H, STEP_W, UP,
+            )  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias_ptr + offs_c, mask=in_c, other=0.0).to(tl.float32)[None, :]
     to = offs_p.to(tl.int64)[:, None] * channels + offs_c[None, :]
-    tl.store(y_ptr + to, acc.to(y_ptr.dtype.element_ty), mask=(offs_p < pixels)[:, None] & in_c[None, :])
+    tl.store(y_ptr + to, acc.to(y_ptr.dtype.element_ty), mask=exists[:, None] & in_c[None, :])
 
 
-@triton.jit
-def _input_gradient(
-    dy_ptr, taps_ptr, dx_ptr, pixels, channels, in_h, in_w, out_h, out_w,
-    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr, STEP_H: tl.constexpr, STEP_W: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    offs_p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    offs_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    in_c = offs_c < channels
-    image, y_at, x_at = offs_p // (in_h * in_w), (offs_p // in_w) % in_h, offs_p % in_w
-    acc = tl.zeros((BLOCK_P, BLOCK_C), dtype=tl.float32)
-    for tap in tl.static_range(KERNEL_H * KERNEL_W):
-        # The output pixel that reads this one at the tap, if there is one.
-        from_y = y_at + PAD_H - (tap // KERNEL_W) * STEP_H
-        from_x = x_at + PAD_W - (tap % KERNEL_W) * STEP_W
-        out_y, out_x = from_y // STRIDE_H, from_x // STRIDE_W
-        inside = (from_y >= 0) & (from_x >= 0) & (out_y < out_h) & (out_x < out_w) & (offs_p < pixels)
-        inside = inside & (from_y % STRIDE_H == 0) & (from_x % STRIDE_W == 0)
-        at = ((image * out_h + out_y) * out_w + out_x).to(tl.int64) * channels
-        dy = tl.load(dy_ptr + at[:, None] + offs_c[None, :], mask=inside[:, None] & in_c[None, :], other=0.0)
-        weight = tl.load(taps_ptr + tap * channels + offs_c, mask=in_c, other=0.0)
-        acc += dy.to(tl.float32) * weight.to(tl.float32)[None, :]
-    to = offs_p.to(tl.int64)[:, None] * channels + offs_c[None, :]
-    tl.store(dx_ptr + to, acc.to(dx_ptr.dtype.element_ty), mask=(offs_p < pixels)[:, None] & in_c[None, :])
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["pixels", "in_h", "in_w", "out_h", "out_w"])
 def _filter_gradient(
     x_ptr, dy_ptr, parts_ptr, pixels, channels, in_h, in_w, out_h, out_w,
     KERNEL_W: tl.constexpr, TAPS: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
@@ -123,14 +132,7 @@ class _Depthwise(PlainFunction):
             for axis in range(2)
         )
         y, x = new_images(x, each, (out_h, out_w)), in_order(x)
-        pixels = x.shape[1] * out_h * out_w
-        if pixels:
-            numbers = (
-                pixels, channels, *x.shape[3:], out_h, out_w, *kernel, *stride, *pad, *dilation,
-                bias is not None, _PIXELS, _CHANNELS,
-            )  # fmt: skip
-            grid = cdiv(pixels, _PIXELS), cdiv(channels, _CHANNELS)
-            launch(_forward, grid, (x, taps, x if bias is None else bias, y), numbers)
+        _multiply(x, taps, bias, y, (kernel, stride, pad, dilation), False)
         ctx.geometry = (kernel, stride, pad, dilation)
         ctx.kinds = filters.dtype, filters.shape, None if bias is None else bias.dtype
         ctx.save_for_backward(x, taps)
@@ -140,25 +142,31 @@ class _Depthwise(PlainFunction):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, taps = ctx.saved_tensors
-        kernel, stride, pad, dilation = ctx.geometry
         kind, shape, bias_kind = ctx.kinds
         dy = in_order(dy)
-        channels, dx, gradient = taps.shape[1], None, None
-        sizes = (*x.shape[3:], *dy.shape[3:])
+        dx = gradient = None
         if ctx.needs_input_grad[0]:
-            dx, pixels = new_images(x, shape[1], sizes[:2]), x.shape[1] * sizes[0] * sizes[1]
-            if pixels:
-                grid = cdiv(pixels, _PIXELS), cdiv(channels, _CHANNELS)
-                numbers = (
-                    pixels, channels, *sizes, *kernel, *stride, *pad, *dilation, _PIXELS, _CHANNELS
-                )  # fmt: skip
-                launch(_input_gradient, grid, (dy, taps, dx), numbers)
+            dx = new_images(x, shape[1], x.shape[3:])
+            _multiply(dy, taps, None, dx, ctx.geometry, True)
         if ctx.needs_input_grad[1]:
             gradient = _of_filters(x, dy, len(taps), ctx.geometry).t().to(kind).reshape(shape)
         of_bias = None
         if bias_kind is not None and ctx.needs_input_grad[2]:
             of_bias = dy.sum((1, 3, 4), dtype=torch.float32).to(bias_kind)
         return dx, gradient, of_bias, None, None, None
+
+
+def _multiply(x: Tensor, taps: Tensor, bias: Tensor | None, y: Tensor, geometry: Any, up: bool) -> None:
+    """The convolution of x to y with taps (taps, channels), or up its transpose."""
+    kernel, stride, pad, dilation = geometry
+    channels, pixels = taps.shape[1], y.shape[1] * y.shape[3] * y.shape[4]
+    if pixels:
+        numbers = (
+            pixels, channels, *x.shape[3:], *y.shape[3:], *kernel, *stride, *pad, *dilation,
+            up, bias is not None, len(taps) <= _UNROLLED, _PIXELS, _CHANNELS,
+        )  # fmt: skip
+        grid = cdiv(pixels, _PIXELS), cdiv(channels, _CHANNELS)
+        launch(_product, grid, (x, taps, x if bias is None else bias, y), numbers)
 
 
 def _of_filters(x: Tensor, dy: Tensor, taps: int, geometry: Any) -> Tensor:

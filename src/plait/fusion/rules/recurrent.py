@@ -58,8 +58,8 @@ def _lstm_back(of_next: State, saved: Sequence[Tensor], before: Tensor, after: T
 
 
 # The gradient of the input from that of the result, and the result.
-_sigmoid_back = torch.ops.aten.sigmoid_backward
-_tanh_back = torch.ops.aten.tanh_backward
+_sigmoid_back = torch.ops.aten.sigmoid_backward.default
+_tanh_back = torch.ops.aten.tanh_backward.default
 
 
 def _gru(from_input: Tensor, product: Tensor, state: State) -> tuple[State, list[Tensor]]:
@@ -104,7 +104,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 def _lstm_on_gpu(from_input: Tensor, product: Tensor, state: State) -> tuple[State, list[Tensor]]:
     before = state[1]
-    made = torch.ops.aten._thnn_fused_lstm_cell(_rows(from_input), _rows(product), _rows(before))
+    made = torch.ops.aten._thnn_fused_lstm_cell.default(_rows(from_input), _rows(product), _rows(before))
     hidden, cell = (part.view_as(before) for part in made[:2])
     return (hidden, cell), [before, cell, made[2]]
 
@@ -113,7 +113,7 @@ def _lstm_back_on_gpu(
     of_next: State, saved: Sequence[Tensor], before: Tensor, after: Tensor
 ) -> tuple[Any, ...]:
     *cells, work = saved
-    made = torch.ops.aten._thnn_fused_lstm_cell_backward_impl(
+    made = torch.ops.aten._thnn_fused_lstm_cell_backward_impl.default(
         *map(_rows, of_next), *map(_rows, cells), work, False
     )
     of_gates = made[0].view(*after.shape[:2], -1)
@@ -122,14 +122,14 @@ def _lstm_back_on_gpu(
 
 def _gru_on_gpu(from_input: Tensor, product: Tensor, state: State) -> tuple[State, list[Tensor]]:
     (hidden,) = state
-    made = torch.ops.aten._thnn_fused_gru_cell(_rows(from_input), _rows(product), _rows(hidden))
+    made = torch.ops.aten._thnn_fused_gru_cell.default(_rows(from_input), _rows(product), _rows(hidden))
     return (made[0].view_as(hidden),), [made[1]]
 
 
 def _gru_back_on_gpu(
     of_next: State, saved: Sequence[Tensor], before: Tensor, after: Tensor
 ) -> tuple[Any, ...]:
-    made = torch.ops.aten._thnn_fused_gru_cell_backward(_rows(of_next[0]), saved[0], False)
+    made = torch.ops.aten._thnn_fused_gru_cell_backward.default(_rows(of_next[0]), saved[0], False)
     of_input, of_product, of_kept = (part.view(*after.shape[:2], -1) for part in made[:3])
     return of_input, of_product, of_kept
 
