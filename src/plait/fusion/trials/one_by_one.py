@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
+from plait.fusion.dispatch.mode import TrialMode
 from plait.fusion.dispatch.one_trial import stack_outcomes
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
@@ -24,8 +26,11 @@ def one_by_one(trials: Trials) -> Iterator[list[Streams]]:
     assert trials.streams is not None, "trials ran outside of their fused model"
     singles = [trials.streams.of_trial(number) for number in range(trials.count)]
     before, trials.is_alone = trials.is_alone, True
+    # The mode of the fused forward would but pass each call on.
+    is_on_top = isinstance(_get_current_function_mode(), TrialMode)
     try:
-        yield singles
+        with _pop_mode_temporarily() if is_on_top else nullcontext():
+            yield singles
     finally:
         trials.is_alone = before
     trials.streams.follow(singles)

@@ -22,7 +22,7 @@ from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, arguments_of, spellings
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.dispatch.torch_patches import running
-from plait.fusion.rules.dropout import NEW, alpha_dropout, draw_new, dropout, feature_dropout
+from plait.fusion.rules.dropout import NEW, alpha_dropout, draw_new, drop, dropout, feature_dropout
 from plait.fusion.trials.padding import Rows
 from plait.verification import same_random_numbers
 
@@ -94,7 +94,7 @@ class SingleTrialMode(TorchFunctionMode):
         return result.requires_grad_() if kwargs.get("requires_grad") else result
 
     def _drop(self, x: Tensor, p: float) -> Tensor:
-        return x * self.streams.keep(tuple(x.shape), float(p), x.dtype)[0]
+        return drop(x.unsqueeze(0), p, self.trials).squeeze(0)
 
     def _attention(self, func: Function, args: Arguments, kwargs: Options) -> Any:
         """Attention with materialized weights, for dropout."""
