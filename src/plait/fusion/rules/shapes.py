@@ -191,12 +191,12 @@ def _order_of(images: list[Tensor]) -> tuple[int, ...] | None:
 
     The channels of several layers are joined in it, as the next layer would copy them otherwise.
     """
-    found = {(x.dtype, x.shape[:2], x.shape[3:], _in_memory(x.shape, x.stride())) for x in images}
+    found = {(x.dtype, x.shape[:2], x.shape[3:], _order_in_memory(x.shape, x.stride())) for x in images}
     return found.pop()[-1] if len(found) == 1 else None
 
 
 @lru_cache(maxsize=4096)
-def _in_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+def _order_in_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
     """The order in memory of the axes of images (trials, batch, channels, ...), if convolutions make it."""
     spatial = tuple(range(3, len(shape)))
     for order in ((1, *spatial, 0, 2), (1, 0, 2, *spatial)) if len(shape) in (4, 5) else ():
