@@ -70,7 +70,10 @@ class Browser:
             features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}],
         )
         self.errors()
+        # The driver may answer before the page is there, as it does on a busy machine.
+        self.value("window.wasLeft = true")
         self._request("POST", "url", {"url": address})
+        self.wait("!window.wasLeft && document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page; a promise's value once it has one."""
