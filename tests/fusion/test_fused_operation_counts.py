@@ -121,3 +121,11 @@ def test_channels_of_several_layers_are_joined_without_a_copy_for_the_next_one(o
     weights = torch.randn_like(alone)
     found, wanted = (torch.autograd.grad((weights * each**2).sum(), lying) for each in (joined, alone))
     assert all(map(torch.equal, found, wanted))
+
+
+def test_images_of_unlike_sizes_are_not_joined_though_their_memory_could_be():
+    # As rows of a matrix, as many as the first has, those of the second would be cut off.
+    lying = [torch.randn(2, size, size, 3, 4).permute(3, 0, 4, 1, 2) for size in (5, 6)]
+    fused = fuse([nn.Linear(2, 2) for _ in range(3)])
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        fused.call(lambda m, *images: torch.cat(images, 1), *lying)

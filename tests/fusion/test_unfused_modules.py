@@ -380,3 +380,15 @@ def test_a_frozen_weight_stays_and_learns_once_it_is_not():
     fused.module.weight.requires_grad_(True)
     fused(x).square().sum().backward()
     assert fused.module.weight.grad.abs().flatten(1).sum(1).min() > 0
+
+
+def test_code_of_one_trial_passes_one_function_mode():
+    class Counting(nn.Linear):
+        def forward(self, x):
+            modes.append(torch._C._len_torch_function_stack())
+            return super().forward(x)
+
+    modes: list[int] = []
+    fused = fuse([Counting(2, 2) for _ in range(3)], unfused=[""], verify=False)
+    fused(torch.randn(3, 4, 2))
+    assert modes == [1, 1, 1]
