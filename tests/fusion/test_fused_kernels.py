@@ -311,3 +311,67 @@ def test_a_dropout_is_one_launch_and_keeps_no_mask():
         torch.cuda.synchronize()
     names = [event.name for event in profiler.events()]
     assert sum("_drop" in name for name in names) == 2
+
+
+# As many channels as no block, and as several; more sequences than a program takes.
+@pytest.mark.parametrize(("hidden", "batch", "steps"), [(24, 5, 7), (70, 33, 3), (256, 20, 4)])
+@pytest.mark.parametrize("kind", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_all_steps_of_recurrent_layers_and_their_gradients_equal_torchs_in_float64(
+    hidden, batch, steps, kind, bias
+):
+    """Of whole numbers where the activation has an edge, whose side may depend on the last digit."""
+    has_edge = kind == "rnn_relu"
+
+    def draw(*shape):
+        if not has_edge:
+            return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        return torch.randint(-1, 2, shape, device="cuda").to(torch.bfloat16)
+
+    def make():
+        more = {"bias": bias, "bidirectional": True, "batch_first": True}
+        if kind.startswith("rnn"):
+            more["nonlinearity"] = kind.removeprefix("rnn_")
+        layer = {"lstm": nn.LSTM, "gru": nn.GRU}.get(kind, nn.RNN)(12, hidden, **more)
+        if has_edge:
+            for own in layer.parameters():
+                own.data = draw(*own.shape).float() * (torch.rand_like(own.cuda()) < 3 / hidden)
+        return layer.cuda().bfloat16()
+
+    torch.manual_seed(0)
+    models = [make() for _ in range(TRIALS)]
+    fused = fuse(models, verify=False)
+    x = draw(TRIALS, batch, steps, 12).requires_grad_()
+    begin = [draw(TRIALS, 2, batch, hidden).requires_grad_() for _ in range(2 if kind == "lstm" else 1)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        y, last = fused(x, tuple(begin) if kind == "lstm" else begin[0])
+        made = y, *(last if kind == "lstm" else [last])
+        of_made = [draw(*part.shape) for part in made]
+        found = torch.autograd.grad(made, [x, *begin, *fused.parameters()], of_made)
+        torch.cuda.synchronize()
+    names = [event.name for event in profiler.events()]
+    assert [sum(kernel in name for name in names) for kernel in ("_steps", "_steps_back")] == [4, 2]
+    for trial, model in enumerate(models):
+        # Not on the GPU, as cuDNN's slope of an activation's edge is another.
+        alone = [part[trial].detach().double().cpu().requires_grad_() for part in (x, *begin)]
+        outcome, last = model.double().cpu()(alone[0], tuple(alone[1:]) if kind == "lstm" else alone[1])
+        wanted = outcome, *(last if kind == "lstm" else [last])
+        of_wanted = [part[trial].double().cpu() for part in of_made]
+        exact = torch.autograd.grad(wanted, [*alone, *model.parameters()], of_wanted)
+        for ours, true in zip((*made, *found), (*wanted, *exact)):
+            # States are rounded at each step.
+            assert apart(ours[trial].cpu(), true) < (ROUNDING if has_edge else 4 * ROUNDING)
+
+
+def test_a_recurrent_layer_trains_where_its_outputs_are_written_to_and_its_gradient_is_differentiated():
+    torch.manual_seed(0)
+    fused = fuse([nn.GRU(8, 16, batch_first=True).cuda().bfloat16() for _ in range(TRIALS)], verify=False)
+    x = torch.randn(TRIALS, 4, 5, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = next(fused.parameters())
+    (plain,) = torch.autograd.grad((2 * fused(x)[0]).sum(), weight)
+    (written,) = torch.autograd.grad(fused(x)[0].mul_(2).sum(), weight)
+    assert written.equal(plain)
+    (once,) = torch.autograd.grad(fused(x)[0].square().sum(), x, create_graph=True)
+    (twice,) = torch.autograd.grad(once.square().sum(), weight)
+    assert twice.isfinite().all()
+    assert twice.abs().sum() > 0

@@ -102,12 +102,17 @@ def _apply(y: Tensor, bias: Tensor, out: Tensor, kind: str) -> None:
         launch(_activation_forward, grid, (y, bias, out), (rows, width, y.stride(1), kind, _ROWS, _COLUMNS))
 
 
+def add_bias(y: Tensor, bias: Tensor) -> None:
+    """Add the bias of each trial to y (trials, rows, width) in place; gaps between rows are lost."""
+    _apply(y, bias.contiguous(), y, "none")
+
+
 class _Biased(PlainFunction):
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
         ctx.kind = bias.dtype
         ctx.mark_dirty(y)
-        _apply(y, bias, y, "none")
+        add_bias(y, bias)
         return y
 
     @staticmethod
@@ -147,8 +152,8 @@ class _Activated(PlainFunction):
 
 
 def biased(y: Tensor, bias: Tensor) -> Tensor:
-    """y (trials, rows, width) plus the bias of each trial, added in place; gaps between rows are lost."""
-    made: Tensor = _Biased.apply(y, bias.contiguous())
+    """y (trials, rows, width) plus the bias of each trial, as by `add_bias`."""
+    made: Tensor = _Biased.apply(y, bias)
     return made
 
 

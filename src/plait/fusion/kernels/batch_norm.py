@@ -384,7 +384,7 @@ class _Norm(PlainFunction):
         sums = _partial(rows, channels, _SUMMED, x.device)
         grid = cdiv(channels, _SUMMED), len(sums)
         launch(_gradient_sums, grid, (x, dy, table, sums), (rows, channels, ctx.slope, _ROWS, _SUMMED))
-        totals = sums.sum(0)
+        totals = sums[0] if len(sums) == 1 else sums.sum(0)
         dx = torch.empty_like(x)
         grid = (cdiv(channels, _CHANNELS), cdiv(rows, _ROWS * _TILES))
         numbers = rows, channels, ctx.slope, _ROWS, _CHANNELS

@@ -8,6 +8,7 @@ takes longer than a small kernel runs. Here a kernel is found by the few things 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,7 @@ class _Ready(NamedTuple):
 
 
 _ready: dict[tuple[Any, ...], _Ready] = {}
+_address_of, _dtype_of = Tensor.data_ptr, attrgetter("dtype")
 
 
 def launch(
@@ -69,7 +71,20 @@ def launch(
     """
     device = torch.cuda.current_device()
     known: list[Any] = [id(kernel), device, None if callable(grid) else grid, numbers, *options.values()]
-    given = [_address(each, known) for each in tensors]
+    given: list[Any] = []
+    for each in tensors:
+        if isinstance(each, Tensor):
+            address = each.data_ptr()
+            known.append(each.dtype if address % _ALIGNED_BYTES == 0 else (each.dtype,))
+            given.append(address)
+        elif isinstance(each, tuple):
+            addresses = tuple(map(_address_of, each))
+            known += map(_dtype_of, each)
+            known.append(tuple([address % _ALIGNED_BYTES == 0 for address in addresses]))
+            given.append(addresses)
+        else:
+            known.append(None if each is None else each.base.dtype)
+            given.append(each)
     key = tuple(known)
     ready = _ready.get(key)
     if ready is None:
@@ -89,15 +104,3 @@ def launch(
     stream = torch._C._cuda_getCurrentRawStream(device)
     run, sizes, function, metadata, numbers = ready
     run(*sizes, stream, function, metadata, None, None, None, *given, *numbers)
-
-
-def _address(tensor: Any, known: list[Any]) -> Any:
-    """What a compiled kernel gets for a tensor; what it was compiled for is added to what is `known`."""
-    if isinstance(tensor, Tensor):
-        address = tensor.data_ptr()
-        known.append(tensor.dtype if address % _ALIGNED_BYTES == 0 else (tensor.dtype,))
-        return address
-    if isinstance(tensor, tuple):
-        return tuple([_address(each, known) for each in tensor])
-    known.append(None if tensor is None else tensor.base.dtype)
-    return tensor

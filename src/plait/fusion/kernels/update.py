@@ -12,8 +12,8 @@ from plait.fusion.kernels import cdiv
 from plait.fusion.kernels.launch import launch, tl, triton
 
 _BLOCK = 1024
-# The parameters of one launch, and what their addresses and sizes are multiples of, so that all launches are
-# of one compiled kernel.
+# The most parameters of one launch, and what addresses are multiples of. All sizes of a launch are, or none:
+# these have another compiled kernel.
 _MOST, _ALIGNED = 8, 16
 # A parameter, its gradient, and the averages of the gradient and of its square.
 Moments = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -93,16 +93,16 @@ def _prepared(moments: Moments) -> Moments:
 
 
 def _launches(moments: Iterable[Moments]) -> Iterator[Sequence[Moments]]:
-    """The parameters of each launch; what is not aligned is launched alone."""
-    aligned: list[Moments] = []
+    """The parameters of each launch; what lies at odd addresses is launched alone, as is a single number."""
+    waiting: dict[bool, list[Moments]] = {True: [], False: []}
     for each in moments:
         own = each[0].numel() // each[0].shape[0]
-        if own % _ALIGNED == 0 and not any(part.data_ptr() % _ALIGNED for part in each):
-            aligned.append(each)
-        else:
+        if own == 1 or any(part.data_ptr() % _ALIGNED for part in each):
             yield [each]
-        if len(aligned) == _MOST:  # not all of them first, as gradients may be copies
-            yield aligned
-            aligned = []
-    if aligned:
-        yield aligned
+            continue
+        several = waiting[own % _ALIGNED == 0]
+        several.append(each)
+        if len(several) == _MOST:  # not all of them first, as gradients may be copies
+            yield several
+            several.clear()
+    yield from filter(None, waiting.values())

@@ -93,7 +93,8 @@ def _per_trial(
     if groups == 1 and is_pointwise:
         # As of means of all pixels; without a bias a norm follows, whose kernels want another order of axes.
         if bias is not None and x.shape[3:].numel() == 1:
-            return _pointwise_rows(x, weight, bias)
+            made = batched_linear(x.flatten(2), weight.flatten(2), bias)
+            return made.view(*made.shape, *x.shape[3:])
         if _has_kernel(x) and x.dim() < 6:
             return _pointwise_gathered(x, weight, bias)
         return choose("pointwise", _POINTWISE, x, weight, bias)

@@ -85,13 +85,17 @@ def detach_in_place(function: Function, args: Arguments, kwargs: Options) -> Any
 @rule(*_SEVERAL.split())
 def elementwise(function: Function, args: Arguments, kwargs: Options) -> Any:
     """A function of several tensors that broadcast after the trials axis."""
-    if len(args) == 2 and not kwargs and type(x := args[0]) is type(y := args[1]) is TrialTensor:
-        waits = (x.pending is not None or y.pending is not None) and function in _ADDS
-        if waits and (pending := pending_sum(x, y)) is not None:
-            return TrialTensor(pending.like, x.trials, pending)
-        one, other = x.stacked, y.stacked
-        if one.dim() == other.dim():  # nothing to align; most calls
-            outcome = function(one, other)
+    if len(args) == 2 and not kwargs and type(x := args[0]) is TrialTensor:  # most calls
+        other = args[1]
+        fits = type(other) in _NUMBERS
+        if type(other) is TrialTensor:
+            waits = (x.pending is not None or other.pending is not None) and function in _ADDS
+            if waits and (pending := pending_sum(x, other)) is not None:
+                return TrialTensor(pending.like, x.trials, pending)
+            fits = x.dim() == other.dim()
+        if fits:  # nothing to align
+            one = x.stacked
+            outcome = function(one, other.stacked if type(other) is TrialTensor else other)
             return x if outcome is one else TrialTensor(outcome, x.trials)
     if type(args[0]) is TrialTensor and not kwargs and all(type(value) in _NUMBERS for value in args[1:]):
         return unary(function, args, kwargs)

@@ -118,10 +118,8 @@ def _pending(inner: Tensor, given: Options, trials: Trials) -> PendingActivation
     mean, variance = given["running_mean"], given["running_var"]
     running = None if mean is None or variance is None else (mean.stacked, variance.stacked)
     is_line = inner.dim() == 4
-    with torch.no_grad():
-        known = kernels.statistics(
-            inner, weight, bias, running, given["momentum"], given["eps"], is_line and own in _before_maxima
-        )
+    has_largest = is_line and own in _before_maxima
+    known = kernels.statistics(inner, weight, bias, running, given["momentum"], given["eps"], has_largest)
 
     def norm(slope: Slope) -> Tensor:
         return kernels.trial_norm(inner, weight, bias, known, slope)

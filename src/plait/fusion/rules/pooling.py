@@ -19,6 +19,8 @@ def pool(function: Function, args: Arguments, kwargs: Options) -> Any:
     x = args[0] if args else kwargs["input"]
     rest = {k: v for k, v in kwargs.items() if k != "input"}
     spatial = _SPATIAL[function]
+    if function in _TO_MEANS and args[1:] and _is_one(args[1]) and x.numel():
+        return wrap(x.stacked.mean(tuple(range(-spatial, 0)), keepdim=True), x.trials)
     if x.dim() == spatial + 1:
         return wrap(function(x.stacked, *args[1:], **rest), x.trials)
     count = x.trials.count
@@ -33,6 +35,12 @@ def _each(outcome: Any, function: Function) -> Any:
     return function(outcome) if isinstance(outcome, Tensor) else tuple(function(part) for part in outcome)
 
 
+def _is_one(size: Any) -> bool:
+    """Whether all pixels of an image make one."""
+    return size == 1 if type(size) is int else type(size) in (tuple, list) and set(size) == {1}
+
+
+_TO_MEANS = frozenset(spellings(f"adaptive_avg_pool{dims}d" for dims in (1, 2, 3)))
 _SPATIAL: dict[Function, int] = {}
 for _kind in _POOLS.split():
     for _dims in (1, 2, 3):

@@ -12,6 +12,7 @@ from plait.fusion.dispatch.fallback import loop
 from plait.fusion.dispatch.registry import Arguments, Function, Options, rule, takes_per_trial
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
+from plait.fusion.kernels import can_run_on
 from plait.fusion.plain_function import PlainFunction
 from plait.fusion.rules.dense import batched_linear
 from plait.fusion.rules.dropout import drop
@@ -241,7 +242,15 @@ class _Sequence(PlainFunction):
         bias_tg: Tensor | None,
         *state: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.kind, ctx.backwards = kind, backwards
+        ctx.kind, ctx.backwards, ctx.states = kind, backwards, len(state)
+        ctx.at_once = _at_once(from_input_tbsg, weight_tgh)
+        if ctx.at_once:
+            from plait.fusion.kernels import recurrent as kernels  # needs Triton
+
+            walked = kernels.walk(kind, from_input_tbsg, weight_tgh, bias_tg, state, backwards)
+            outputs_tbsh, *others = walked
+            ctx.save_for_backward(from_input_tbsg, weight_tgh, bias_tg, *state, *others)
+            return outputs_tbsh, *walked.last(backwards)
         step, weight = _step_on(weight_tgh.device, kind).forward, weight_tgh.mT.contiguous()
         offset = None if bias_tg is None else bias_tg.unsqueeze(1)
         begin, outputs, kept = state, list[Tensor](), list[Tensor]()
@@ -253,13 +262,13 @@ class _Sequence(PlainFunction):
             kept += saved
         # A model may write to what is returned, so that it is not kept itself.
         ctx.save_for_backward(from_input_tbsg, weight_tgh, bias_tg, *begin, *outputs, *kept)
-        ctx.states, ctx.steps = len(begin), len(outputs)
+        ctx.steps = len(outputs)
         return torch.stack(outputs[::-1] if backwards else outputs, 2), *(part.clone() for part in state)
 
     @staticmethod
     def backward(ctx: Any, of_outputs: Tensor, *of_last: Tensor) -> tuple[Any, ...]:
         from_input, weight, bias, *others = ctx.saved_tensors
-        states, steps = ctx.states, ctx.steps
+        states = ctx.states
         if torch.is_grad_enabled():  # a gradient that is differentiated again
             begin = tuple(others[:states])
             outputs, last = _take_steps(ctx.kind, from_input, weight, bias, begin, ctx.backwards)
@@ -269,6 +278,16 @@ class _Sequence(PlainFunction):
             found = iter(torch.autograd.grad((outputs, *last), asked, gradients, create_graph=True))
             each = (next(found) if part is not None and part.requires_grad else None for part in inputs)
             return None, None, *each
+        if ctx.at_once:
+            from plait.fusion.kernels import recurrent as kernels  # needs Triton
+
+            of_input, of_product, of_first = kernels.walk_back(
+                ctx.kind, of_outputs, of_last, weight, others[states:], ctx.backwards
+            )
+            # Batch and time are rows.
+            of_product, before = of_product.flatten(1, 2), others[states].flatten(1, 2)
+            return None, None, of_input, *_of_weights(of_product, before, bias), *of_first
+        steps = ctx.steps
         step, kept = _step_on(weight.device, ctx.kind).backward, others[states + steps :]
         hidden = [others[0], *others[states : states + steps]]
         size = len(kept) // steps
@@ -284,10 +303,21 @@ class _Sequence(PlainFunction):
             of_inputs.append(of_input)
             of_products.append(of_product)
         before, of_product = torch.cat(hidden[-2::-1], 1), torch.cat(of_products, 1)
-        of_weight = torch.bmm(of_product.mT, before)
-        of_bias = None if bias is None else of_product.sum(1)
         of_input = torch.stack(of_inputs if ctx.backwards else of_inputs[::-1], 2)
-        return None, None, of_input, of_weight, of_bias, *of_state
+        return None, None, of_input, *_of_weights(of_product, before, bias), *of_state
+
+
+def _of_weights(of_product: Tensor, before: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The gradients of the state's weight and bias from those of its products with all states, as rows."""
+    return torch.bmm(of_product.mT, before), None if bias is None else of_product.sum(1)
+
+
+def _at_once(from_input: Tensor, weight: Tensor) -> bool:
+    if not can_run_on(from_input):
+        return False
+    from plait.fusion.kernels import recurrent as kernels  # needs Triton
+
+    return kernels.supports(from_input, weight)
 
 
 def _as_products(state: Tensor) -> Tensor:

@@ -20,29 +20,44 @@ _LEAST_PADDED, _ROUND = 4096, 8
 
 
 class _CastDense(PlainFunction):
-    """x w^T for each trial, with gradients in the precision of x and w.
+    """x w^T + b for each trial, with gradients in the precision of x, w and b.
 
     It is computed from casts of x and w, which are arguments, too: they alone are kept for backward, and
     second derivatives pass through them.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, half: Tensor, own: Tensor) -> Tensor:
-        ctx.kinds = x.dtype, weight.dtype
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, half: Tensor, own: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.kinds = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.width, ctx.table = weight.shape[1], table_of(weight)
         ctx.save_for_backward(half, own)
-        return _without_padding(torch.bmm(half, own.mT), ctx.width)
+        y = _without_padding(torch.bmm(half, own.mT), ctx.width)
+        if bias is not None:
+            _add_bias(y, bias)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         half, own = ctx.saved_tensors
-        of_x, of_weight = ctx.kinds
+        of_x, of_weight, of_bias = ctx.kinds
+        db = dy.sum(1, dtype=of_bias) if ctx.needs_input_grad[4] else None
         dy = _with_padding(dy, own.shape[1])
         dx = _product(dy, own, of_x) if ctx.needs_input_grad[0] else None
         dw = _product(dy.mT, half, of_weight)[:, : ctx.width] if ctx.needs_input_grad[1] else None
         if ctx.table is not None and dw is not None:
             ctx.table.fresh = dw.data_ptr()
-        return dx, dw, None, None
+        return dx, dw, None, None, db
+
+
+def _add_bias(y: Tensor, bias: Tensor) -> None:
+    if not can_run_on(y):
+        y += bias.to(y.dtype).unsqueeze(1)
+        return
+    from plait.fusion.kernels.activation import add_bias  # needs Triton
+
+    add_bias(y, bias)
 
 
 class _Padded(PlainFunction):
@@ -116,11 +131,5 @@ def cast_kind(*operands: Tensor | None) -> torch.dtype | None:
 
 def cast_dense(x: Tensor, weight: Tensor, bias: Tensor | None, kind: torch.dtype) -> Tensor:
     """x W^T + b for each trial, computed in the precision `kind`."""
-    y: Tensor = _CastDense.apply(x, weight, x.to(kind), _padded(weight, kind))
-    if bias is None:
-        return y
-    if not can_run_on(y):
-        return y + bias.to(kind).unsqueeze(1)
-    from plait.fusion.kernels.activation import biased  # needs Triton
-
-    return biased(y, bias)
+    y: Tensor = _CastDense.apply(x, weight, x.to(kind), _padded(weight, kind), bias)
+    return y
