@@ -1,15 +1,13 @@
 """Whether a step of fused trials still costs the GPU what it did: kernels launched, and time.
 
-    python benchmarks/gpu_guard.py [--write] [--compiled] [--models resnet18] [--widths 8 32] [--device cuda]
+    python benchmarks/gpu_guard.py [--write] [--models resnet18] [--widths 8 32] [--device cuda]
 
 For each model of `plait bench fusion` and 1, 8 and 32 trials: the kernels of one step, the time of a step
 that is captured as a CUDA graph, and that of an eager one, compared with `benchmarks/gpu_figures.json`. The
 exit status is 1 where a count rose by more than 2%, a captured time by more than 10%, or a step was not
 measured. Eager times depend on the host and are only shown. `--write` keeps what was measured, with machine
-and versions. `--compiled` also times one trial by torch.compile, captured, in turn with the fused ones: the
-speed-up is the time of as many such steps over that of the fused one. Without it all takes less than eight
-minutes on an H200. `--device cpu` tries the script itself: it counts the operations of the small models,
-keeps nothing and compares nothing.
+and versions; all takes less than eight minutes on an H200. `--device cpu` tries the script itself: it counts
+the operations of the small models, keeps nothing and compares nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.fusion import CapturedStep
-from plait_bench.fusion.cases import cases_on, compiled_step, finish, fused_step, seconds_of
+from plait_bench.fusion.cases import cases_on, finish, fused_step, seconds_of
 
 FIGURES = Path(__file__).with_name("gpu_figures.json")
 WIDTHS = (1, 8, 32)
@@ -54,16 +51,7 @@ def fused_parts(
     return fused_step(cases_on(device)[name], device, width)
 
 
-@lru_cache(maxsize=1)
-def compiled_parts(name: str, device: torch.device) -> Step:
-    """A step of one trial by torch.compile, captured."""
-    torch.manual_seed(0)
-    step, inputs, clear = compiled_step(cases_on(device)[name], device)
-    captured = CapturedStep(step, inputs, clear=clear)
-    return lambda: captured(*inputs)
-
-
-def measure(name: str, width: int, device: torch.device, compiles: bool) -> Figures:
+def measure(name: str, width: int, device: torch.device) -> Figures:
     """The figures of one step of `width` trials."""
     step, inputs, clear = fused_parts(name, width, device)
     for _ in range(WARM_UP):  # the fastest ways are chosen now
@@ -75,14 +63,6 @@ def measure(name: str, width: int, device: torch.device, compiles: bool) -> Figu
     if device.type == "cuda":
         captured = CapturedStep(step, inputs, warm_up=1, clear=clear)
         found["captured_ms"] = milliseconds(lambda: captured(*inputs), device)
-        if compiles:
-            compiled = compiled_parts(name, device)
-            times = [
-                (seconds_of(compiled, device), seconds_of(lambda: captured(*inputs), device))
-                for _ in range(ROUNDS)
-            ]
-            ratios = sorted(width * alone / together for alone, together in times)
-            found |= {"over_compiled": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]}
     return found
 
 
@@ -132,7 +112,6 @@ def measure_all(
     widths: Sequence[int],
     device: torch.device,
     kept: Mapping[str, Figures],
-    compiles: bool,
 ) -> Iterator[tuple[str, Figures | str]]:
     """The figures of each step, or why there are none."""
     began = time.perf_counter()
@@ -143,7 +122,7 @@ def measure_all(
                 yield key, f"not measured: {DEADLINE_S:.0f} s are over; name fewer with --models"
                 continue
             try:
-                found: Figures | str = measure(name, width, device, compiles)
+                found: Figures | str = measure(name, width, device)
             except Exception as failure:  # other steps are measured all the same
                 found = f"not measured: {type(failure).__name__}: {str(failure)[:200]}"
             if isinstance(found, dict):
@@ -160,8 +139,6 @@ def row(key: str, found: Figures, kept: Figures) -> str:
         now, before = found.get(name), kept.get(name)
         change = f" {now / before - 1:+7.1%}" if now is not None and before else " " * 8
         cells.append((f"{now:{width}.{digits}f}" if now is not None else " " * width) + change)
-    if "over_compiled" in found:
-        cells.append(f"{found['over_compiled']:.2f}x compiled ({found['least']:.2f} to {found['most']:.2f})")
     return f"{key:24} " + "  ".join(cells)
 
 
@@ -207,7 +184,6 @@ def write(machine: Mapping[str, str], steps: Mapping[str, Figures]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--write", action="store_true", help="keep what is measured")
-    parser.add_argument("--compiled", action="store_true", help="compare with torch.compile, too")
     parser.add_argument("--models", nargs="+", help="default: all")
     parser.add_argument("--widths", nargs="+", type=int, default=list(WIDTHS))
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -226,7 +202,7 @@ def main() -> int:
     print(f"{machine['machine']}, torch {machine['torch']}, CUDA {machine['cuda']}; {' '.join(sys.argv)}")
     kept = read_kept(machine) if device.type == "cuda" else {}
     print(f"{'step':24} {'kernels':>8}{'':10}{'captured ms':>9}{'':10}{'eager ms':>9}")
-    found = dict(measure_all(names, asked.widths, device, kept, asked.compiled and device.type == "cuda"))
+    found = dict(measure_all(names, asked.widths, device, kept))
     measured = {key: figures for key, figures in found.items() if isinstance(figures, dict)}
     if asked.write and device.type == "cuda":
         write(machine, {**kept, **measured})

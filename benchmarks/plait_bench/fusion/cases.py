@@ -216,7 +216,9 @@ def finish(device: torch.device) -> None:
 class _Lone(Trials):
     """One trial, as a plain loop has it."""
 
-    def __init__(self, case: Case, device: torch.device, compiled: bool, channels_last: bool) -> None:
+    def __init__(
+        self, case: Case, device: torch.device, compiled: bool, channels_last: bool, mode: str = "default"
+    ) -> None:
         on_gpu = device.type == "cuda"
         modules = [make().to(device) for make in case.makes]
         if channels_last:
@@ -224,7 +226,7 @@ class _Lone(Trials):
         # Torch's one-kernel Adam is the fastest plain one on a GPU; on a CPU its default is what people run.
         options = {**case.adam, "fused": on_gpu, "capturable": on_gpu and compiled}
         optimizers = [torch.optim.Adam(each.parameters(), **options) for each in modules]
-        called = [torch.compile(each) if compiled else each for each in modules]
+        called = [torch.compile(each, mode=mode) if compiled else each for each in modules]
         super().__init__(called, optimizers, [each.parameters() for each in modules])
 
     def backward(self, losses: Tensor) -> None:
@@ -279,16 +281,23 @@ class _Mapped(Trials):
 
 def serial_step(case: Case, device: torch.device, channels_last: bool = False) -> Step:
     """One step of one trial, as a plain loop has it."""
-    trials = _Lone(case, device, False, channels_last)
-    inputs = [part.to(device) for part in case.data()]
-    if channels_last:
-        inputs[0] = inputs[0].contiguous(memory_format=torch.channels_last)
+    trials, inputs = _Lone(case, device, False, channels_last), _lone_data(case, device, channels_last)
     return lambda: case.train(trials, *inputs)
 
 
-def compiled_step(case: Case, device: torch.device) -> StepParts:
-    """The same step by torch.compile."""
-    return step_parts(case, _Lone(case, device, True, False), [part.to(device) for part in case.data()])
+def compiled_step(
+    case: Case, device: torch.device, channels_last: bool = False, mode: str = "default"
+) -> StepParts:
+    """The same step by torch.compile in one of its modes."""
+    trials = _Lone(case, device, True, channels_last, mode)
+    return step_parts(case, trials, _lone_data(case, device, channels_last))
+
+
+def _lone_data(case: Case, device: torch.device, channels_last: bool) -> list[Tensor]:
+    inputs = [part.to(device) for part in case.data()]
+    if channels_last:
+        inputs[0] = inputs[0].contiguous(memory_format=torch.channels_last)
+    return inputs
 
 
 def fused_step(case: Case, device: torch.device, width: int, unfused: Sequence[str] = ()) -> StepParts:
