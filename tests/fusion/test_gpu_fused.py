@@ -253,19 +253,21 @@ def test_a_linear_layer_with_adapters_is_that_of_float64_but_for_the_rounding_of
         near(own, right, 3e-6 if of_adapter else half)
 
 
+# A row takes several programs, or is one of many of a program.
+@pytest.mark.parametrize(("rows", "classes"), [(40, 9001), (1000, 10), (130, 50)])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_the_cross_entropy_of_rows_is_torchs(kind):
+def test_the_cross_entropy_of_rows_is_torchs(kind, rows, classes):
     from plait.fusion.kernels.cross_entropy import row_losses
 
-    logits = (5 * torch.randn(40, 9001, device=DEVICE)).to(kind)
+    logits = (5 * torch.randn(rows, classes, device=DEVICE)).to(kind)
     logits[1, 7] = float("-inf")
-    target = torch.randint(9001, (40,), device=DEVICE)
+    target = torch.randint(classes, (rows,), device=DEVICE)
     target[3], target[1] = -100, 8
     given, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
     found = row_losses(given, target, -100)
     expected = nn.functional.cross_entropy(exact, target, reduction="none")
     near(found, expected, 1e-6)
-    weights = torch.rand(40, device=DEVICE)
+    weights = torch.rand(rows, device=DEVICE)
     (own,) = torch.autograd.grad(found, given, weights)
     (right,) = torch.autograd.grad(expected, exact, weights.double())
     near(own, right, 1e-5 if kind == torch.float32 else 0.01)

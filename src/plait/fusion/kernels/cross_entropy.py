@@ -9,57 +9,83 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from plait.fusion.kernels import cdiv
+from plait.fusion.kernels import cdiv, power_of_2_from
 from plait.fusion.kernels.launch import launch, tl, triton
 from plait.fusion.plain_function import PlainFunction
 
+# Logits of a program: many rows of few classes, or a part of one row.
 _BLOCK = 4096
 _MOST_PADDING = 64
 
 
 @triton.jit
-def _loss_forward(x_ptr, target_ptr, loss_ptr, lse_ptr, classes, stride, ignored, BLOCK: tl.constexpr):
-    """The loss of one row, and the logarithm of the sum of its exponentials."""
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(target_ptr + row)
-    lane = tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    top = tl.full((), float("-inf"), tl.float32)
+def _rows_of_program(count, BLOCK_R: tl.constexpr):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    return rows, rows < count
+
+
+@triton.jit(do_not_specialize=["count"])
+def _loss_forward(
+    x_ptr, target_ptr, loss_ptr, lse_ptr, count, classes, stride, ignored,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The loss of each row, and the logarithm of the sum of its exponentials."""
+    rows, real = _rows_of_program(count, BLOCK_R)
+    target = tl.load(target_ptr + rows, mask=real, other=0)
+    lane = tl.arange(0, BLOCK_C)
+    total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    top = tl.full((BLOCK_R,), float("-inf"), tl.float32)
     base = top
-    for start in range(0, classes, BLOCK):
+    for start in range(0, classes, BLOCK_C):
         at = start + lane
-        x = tl.load(x_ptr + row * stride + at, mask=at < classes, other=float("-inf")).to(tl.float32)
-        above = tl.maximum(top, tl.max(x, 0))
+        x = tl.load(
+            x_ptr + (rows * stride)[:, None] + at[None, :],
+            mask=real[:, None] & (at < classes)[None, :],
+            other=float("-inf"),
+        ).to(tl.float32)
+        above = tl.maximum(top, tl.max(x, 1))
         # What is nothing but -inf would subtract it from itself.
         base = tl.where(above == float("-inf"), 0.0, above)
-        total = total * tl.where(top == float("-inf"), 0.0, tl.exp(top - base)) + tl.exp(x - base)
+        scale = tl.where(top == float("-inf"), 0.0, tl.exp(top - base))
+        total = total * scale[:, None] + tl.exp(x - base[:, None])
         top = above
-    lse = base + tl.log(tl.sum(total, 0))
-    tl.store(lse_ptr + row, lse)
+    lse = base + tl.log(tl.sum(total, 1))
+    tl.store(lse_ptr + rows, lse, mask=real)
     inside = (target >= 0) & (target < classes)
-    chosen = tl.load(x_ptr + row * stride + tl.where(inside, target, 0)).to(tl.float32)
+    at = rows * stride + tl.where(inside, target, 0)
+    chosen = tl.load(x_ptr + at, mask=real, other=0.0).to(tl.float32)
     loss = tl.where(inside, lse - chosen, float("nan"))
-    tl.store(loss_ptr + row, tl.where(target == ignored, 0.0, loss))
+    tl.store(loss_ptr + rows, tl.where(target == ignored, 0.0, loss), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _loss_backward(
-    x_ptr, target_ptr, lse_ptr, g_ptr, out_ptr, classes, stride, ignored, BLOCK: tl.constexpr
+    x_ptr, target_ptr, lse_ptr, g_ptr, out_ptr, count, classes, stride, ignored,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one block of a row, and zeros in the padding after the row."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    target = tl.load(target_ptr + row)
+    """The gradient of some columns of each row, and zeros in the padding after the row."""
+    rows, real = _rows_of_program(count, BLOCK_R)
+    at = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    target = tl.load(target_ptr + rows, mask=real, other=0)
+    is_ignored = target == ignored
     valid = (target >= 0) & (target < classes)
     number = tl.where(valid, target, -1).to(tl.int32)
-    gradient = tl.where(target == ignored, 0.0, tl.load(g_ptr + row))
-    lse = tl.load(lse_ptr + row)
-    x = tl.load(x_ptr + row * stride + at, mask=at < classes, other=0.0).to(tl.float32)
-    chance = tl.exp(x - lse) - tl.where(at == number, 1.0, 0.0)
+    gradient = tl.where(is_ignored, 0.0, tl.load(g_ptr + rows, mask=real, other=0.0))
+    lse = tl.load(lse_ptr + rows, mask=real, other=0.0)
+    to = (rows * stride)[:, None] + at[None, :]
+    in_c = (at < classes)[None, :]
+    x = tl.load(x_ptr + to, mask=real[:, None] & in_c, other=0.0).to(tl.float32)
+    chance = tl.exp(x - lse[:, None]) - tl.where(at[None, :] == number[:, None], 1.0, 0.0)
     # A row that is ignored has no gradient, whatever its logits are; a target that is no class has none.
-    out = tl.where(target == ignored, 0.0, tl.where(valid, chance * gradient, float("nan")))
-    out = tl.where(at < classes, out, 0.0)
-    tl.store(out_ptr + row * stride + at, out.to(out_ptr.dtype.element_ty), mask=at < stride)
+    out = tl.where(valid[:, None], chance * gradient[:, None], float("nan"))
+    out = tl.where(in_c & (is_ignored == 0)[:, None], out, 0.0)
+    tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=real[:, None] & (at < stride)[None, :])
+
+
+def _blocks(stride: int) -> tuple[int, int]:
+    """The rows and columns of a program."""
+    columns = min(_BLOCK, power_of_2_from(stride))
+    return _BLOCK // columns, columns
 
 
 class _RowLosses(PlainFunction):
@@ -68,8 +94,10 @@ class _RowLosses(PlainFunction):
         rows, classes = logits.shape
         losses, lse = (torch.empty(rows, device=logits.device, dtype=torch.float32) for _ in range(2))
         if rows:
-            numbers = classes, logits.stride(0), ignored, _BLOCK
-            launch(_loss_forward, (rows,), (logits, target, losses, lse), numbers, num_warps=8)
+            block_r, block_c = _blocks(logits.stride(0))
+            numbers = rows, classes, logits.stride(0), ignored, block_r, block_c
+            grid = (cdiv(rows, block_r),)
+            launch(_loss_forward, grid, (logits, target, losses, lse), numbers, num_warps=8)
         ctx.save_for_backward(logits, target, lse)
         ctx.ignored = ignored
         return losses
@@ -87,8 +115,10 @@ class _RowLosses(PlainFunction):
         out = logits.new_empty(rows, stride)
         if rows:
             tensors = logits, target, lse, gradient.contiguous(), out
-            numbers = classes, stride, ctx.ignored, _BLOCK
-            launch(_loss_backward, (rows, cdiv(stride, _BLOCK)), tensors, numbers, num_warps=8)
+            block_r, block_c = _blocks(stride)
+            numbers = rows, classes, stride, ctx.ignored, block_r, block_c
+            grid = cdiv(rows, block_r), cdiv(stride, block_c)
+            launch(_loss_backward, grid, tensors, numbers, num_warps=8)
         return out[:, :classes], None, None
 
 
