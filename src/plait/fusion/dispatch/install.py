@@ -43,7 +43,7 @@ class Slot:
 def slots_of(module: nn.Module, shared: Collection[str] = ()) -> list[Slot]:
     """All slots of `module` and its submodules; a tied weight has several, a buffer may be None."""
     slots = []
-    for path, part in module.named_modules():
+    for path, part in _named_parts(module, "", {}):
         kinds = ((part._parameters, False), (part._buffers, True))
         for tensors, is_buffer in kinds:
             for name, tensor in tensors.items():
@@ -51,6 +51,16 @@ def slots_of(module: nn.Module, shared: Collection[str] = ()) -> list[Slot]:
                 if is_buffer or tensor is not None:
                     slots.append(Slot(tensors, name, is_buffer, key, key in shared))
     return slots
+
+
+def _named_parts(module: nn.Module, path: str, found: dict[int, Any]) -> Collection[tuple[str, nn.Module]]:
+    """As `named_modules`, which passes each module through a generator for each level above it."""
+    if id(module) not in found:
+        found[id(module)] = path, module
+        for name, child in module._modules.items():
+            if child is not None:
+                _named_parts(child, f"{path}.{name}" if path else name, found)
+    return found.values()
 
 
 def separate(

@@ -58,12 +58,13 @@ class Streams:
         # Whether activation checkpointing is recomputing.
         self.is_repeated = False
         self._keys: tuple[Tensor, Tensor] | None = None
-        # The draws of this forward and of the last one with any; those that the last two have made alike.
+        # The draws of this forward and of the last one with any; those that both of the last two have made.
         self._made: list[Draw] = []
         self._before: list[Draw] = [] if after is None else after._made or after._before
-        self._expected: list[Draw] = [] if after is None or after._made else after._expected
-        if after is not None and after._made == after._before:
-            self._expected = after._made
+        self._expected: list[Draw] = [] if after is None else after._expected
+        if after is not None and after._made:
+            before = set(after._before)
+            self._expected = [draw for draw in after._made if draw in before]
         self._ahead: dict[Draw, Tensor] | None = None
 
     def bits(self, shape: tuple[int, ...]) -> Tensor:
@@ -109,11 +110,15 @@ class Streams:
         offset, factor = (key.unsqueeze(1) ^ of_call for key, of_call in zip(keys, call_keys))
         return dict(zip(self._expected, _scrambled(counter, offset, factor).split(sizes, 1)))
 
-    def of_trial(self, trial: int) -> Streams:
-        """The stream of one trial, at its current position."""
+    def of_trial(self, trial: int, after: Streams | None = None) -> Streams:
+        """The stream of one trial, at its current position; `after` is one of the forward before."""
         one = slice(trial, trial + 1)
         calls = self.calls if isinstance(self.calls, int) else self.calls[trial]
-        return self._like(self.seeds[one], self.rng_steps[one], calls)
+        made = self._like(self.seeds[one], self.rng_steps[one], calls, after)
+        if self._keys is None:
+            self._keys = _keys(self.seeds, self.rng_steps)
+        made._keys = self._keys[0][one], self._keys[1][one]
+        return made
 
     def repeated(self) -> Streams:
         """The streams at their current position, for recomputation in backward."""
@@ -121,8 +126,10 @@ class Streams:
         made.is_repeated = True
         return made
 
-    def _like(self, seeds: Tensor, rng_steps: Tensor, calls: int | tuple[int, ...]) -> Streams:
-        made = Streams(seeds, rng_steps, calls)
+    def _like(
+        self, seeds: Tensor, rng_steps: Tensor, calls: int | tuple[int, ...], after: Streams | None = None
+    ) -> Streams:
+        made = Streams(seeds, rng_steps, calls, after)
         made.is_repeated = self.is_repeated
         return made
 
@@ -134,7 +141,7 @@ class Streams:
     def number(self) -> int:
         """A seed for other generators from the stream of one trial; different for each draw."""
         calls = self.calls if isinstance(self.calls, int) else self.calls[0]
-        offset, factor = (int(key) & _WORD for key in _keys(self.seeds, self.rng_steps))
+        offset, factor = (int(key) & _WORD for key in self._keys or _keys(self.seeds, self.rng_steps))
         return (offset << 31 ^ factor ^ _mix(calls)) & ((1 << 63) - 1)
 
     def _call_key(self, number: int) -> int | Tensor:

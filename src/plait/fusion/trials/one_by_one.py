@@ -21,10 +21,13 @@ from plait.fusion.trials.single_trial import SingleTrialMode
 
 
 @contextmanager
-def one_by_one(trials: Trials) -> Iterator[list[Streams]]:
-    """Context in which trials run one by one on plain tensors; gives each one's random stream."""
+def one_by_one(trials: Trials, after: Streams | None = None) -> Iterator[list[Streams]]:
+    """Context in which trials run one by one on plain tensors; gives each one's random stream.
+
+    `after` is one of the streams with which the same code ran before, and probably made the same draws.
+    """
     assert trials.streams is not None, "trials ran outside of their fused model"
-    singles = [trials.streams.of_trial(number) for number in range(trials.count)]
+    singles = [trials.streams.of_trial(number, after) for number in range(trials.count)]
     before, trials.is_alone = trials.is_alone, True
     # The mode of the fused forward would but pass each call on.
     is_on_top = isinstance(_get_current_function_mode(), TrialMode)

@@ -19,12 +19,13 @@ class DeliverGradient:
         self.number = number
 
     def __call__(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if self.stacked.grad is None:
-            self.stacked.grad = torch.zeros_like(self.stacked)
-            self.stacked.grad.__dict__[_OF_TRIALS] = set()
-        self.stacked.grad[self.number].add_(parameter.grad)
-        self.stacked.grad.__dict__.get(_OF_TRIALS, set()).add(self.number)
+        own, of_all = parameter.grad, self.stacked.grad
+        assert own is not None
+        if of_all is None:
+            of_all = self.stacked.grad = torch.zeros_like(self.stacked)
+            of_all.__dict__[_OF_TRIALS] = set()
+        of_all[self.number].add_(own)
+        of_all.__dict__.get(_OF_TRIALS, set()).add(self.number)
         parameter.grad = None
 
 

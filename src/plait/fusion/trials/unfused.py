@@ -54,6 +54,8 @@ class PerTrialModules:
         self._checked: set[bool] = set()
         # Whether the module writes to shared input tensors, so that each trial needs a copy; None if unknown.
         self._copies: bool | None = None
+        # A trial's streams of the last forward.
+        self._streams: Streams | None = None
         for name in _HOOKS:  # the per-trial modules have them
             setattr(part, name, OrderedDict())
         part.forward = Patch(self._run, part)
@@ -62,16 +64,6 @@ class PerTrialModules:
     def _whole(self) -> dict[str, Tensor]:
         """The parameters and buffers of all trials, by their names in `part`."""
         return {slot.key: _inner(slot.tensor) for slot in slots_of(self.part) if slot.tensor is not None}
-
-    def _parameters(self) -> list[tuple[int, Any, Any]]:
-        """A trial's number, a fused parameter and the trial's own."""
-        whole = self._whole()
-        return [
-            (number, whole[slot.key], slot.tensor)
-            for number, module in enumerate(self.modules)
-            for slot in slots_of(module)
-            if not slot.is_buffer and slot.key in whole and slot.tensor.is_leaf
-        ]
 
     def point(self, start: int = 0) -> None:
         """Make the parameters and buffers of trials, from `start` on, views of the current fused ones.
@@ -82,10 +74,25 @@ class PerTrialModules:
         for number, module in enumerate(self.modules[start:], start):
             kept: dict[int, Tensor] = {}
             for slot in slots_of(module):
-                if (stacked := whole.get(slot.key)) is not None:
+                stacked = whole.get(slot.key)
+                if stacked is None or self._is_pointed(
+                    slot, stacked, None if id(stacked) in shared else number
+                ):
+                    continue
+                if id(stacked) not in kept:
                     # Through `data`, each trial has its own version counter.
-                    own = stacked.data if id(stacked) in shared else stacked.data[number]
-                    self._point_at(slot, stacked, kept.setdefault(id(stacked), own), number)
+                    kept[id(stacked)] = stacked.data if id(stacked) in shared else stacked.data[number]
+                self._point_at(slot, stacked, kept[id(stacked)], number)
+
+    def _is_pointed(self, slot: Slot, stacked: Any, number: int | None) -> bool:
+        """Whether a slot holds what `_point_at` would have it hold; buffers are set each time."""
+        parameter = slot.tensor
+        return (
+            not slot.is_buffer
+            and parameter.requires_grad == stacked.requires_grad
+            and _is_memory_of(parameter, stacked, number)
+            and (not parameter.requires_grad or "deliver" in parameter.__dict__)
+        )
 
     def _point_at(self, slot: Slot, stacked: Any, own: Tensor, number: int) -> None:
         parameter = slot.tensor
@@ -106,7 +113,7 @@ class PerTrialModules:
         self._tied = _tied_in(self.part, tensors.module)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tensors": None}
+        return {**self.__dict__, "_tensors": None, "_streams": None}
 
     def restore(self, tensors: ModuleTensors) -> None:
         """Connect to the fused parameters again, after copying or unpickling."""
@@ -142,11 +149,15 @@ class PerTrialModules:
         return independent_copy(module, memo)
 
     def _run(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        self.point()
+        # Each of thousands of looks at a tensor would pass the function mode of the forward.
+        with torch._C.DisableTorchFunction():
+            self.point()
         slices = self._slices_of_tied()
-        with one_by_one(self.trials) as singles:
+        with one_by_one(self.trials, self._streams) as singles:
             outcomes = self._outcomes(singles, slices, args, kwargs)
-        self._keep_written()
+        self._streams = singles[-1]
+        with torch._C.DisableTorchFunction():
+            self._keep_written()
         return stack_outcomes(outcomes, self.trials, type(self.part).__qualname__, self.trials.rows)
 
     def _outcomes(
@@ -217,18 +228,20 @@ class PerTrialModules:
             if not is_replaced:
                 self._point_at(slot, stacked, stacked.data if stacked is before else stacked.data[0], 0)
 
-    def _unshare_replaced(self) -> None:
+    def _unshare_replaced(self, every: Sequence[Sequence[Slot]]) -> None:
         """Give each trial its own of the shared parameters whose data a trial has replaced."""
         if not (names := {id(tensor): name for name, tensor in self._shared().items()}):
             return
-        for _, shared, parameter in self._parameters():
-            if id(shared) in names and not _is_same_memory(parameter, shared):
+        whole = self._whole()
+        for slot in (slot for slots in every for slot in slots if _is_parameter(slot)):
+            shared = whole.get(slot.key)
+            if shared is not None and id(shared) in names and not _is_same_memory(slot.tensor, shared):
                 self._tensors.unshare([names.pop(id(shared))])
 
-    def _refuse_written(self) -> None:
+    def _refuse_written(self, every: Sequence[Sequence[Slot]]) -> None:
         """Raise FusionError if a trial has written to a buffer that all share, since it was checked."""
         whole, shared = self._whole(), self._tensors.shared_ids()
-        for slot in (slot for module in self.modules for slot in slots_of(module) if slot.is_buffer):
+        for slot in (slot for slots in every for slot in slots if slot.is_buffer):
             buffer = slot.tensor
             # It was made when the trials' modules were pointed at the fused tensors.
             is_shared = buffer is not None and id(whole.get(slot.key)) in shared
@@ -245,16 +258,21 @@ class PerTrialModules:
     @torch.no_grad()
     def _keep_written(self) -> None:
         """Copy replaced parameter data and buffers back to the fused tensors."""
-        self._refuse_written()
-        self._unshare_replaced()
-        shared = self._tensors.shared_ids()
-        for number, stacked, parameter in self._parameters():
-            if id(stacked) not in shared and not _is_same_memory(parameter, stacked.data[number]):
-                stacked.data[number].copy_(parameter.data)
-                parameter.data = stacked.data[number]
-        every = [{slot.key: slot.tensor for slot in slots_of(module)} for module in self.modules]
+        every = [slots_of(module) for module in self.modules]
+        self._refuse_written(every)
+        self._unshare_replaced(every)
+        whole, shared = self._whole(), self._tensors.shared_ids()
+        for number, slots in enumerate(every):
+            for slot in slots:
+                stacked = whole.get(slot.key)
+                if stacked is None or id(stacked) in shared or not _is_parameter(slot):
+                    continue
+                if not _is_memory_of(slot.tensor, stacked, number):
+                    stacked.data[number].copy_(slot.tensor.data)
+                    slot.tensor.data = stacked.data[number]
+        buffers = [{slot.key: slot.tensor for slot in slots if slot.is_buffer} for slots in every]
         for slot in slots_of(self.part):
-            values = [tensors[slot.key] for tensors in every if tensors.get(slot.key) is not None]
+            values = [tensors[slot.key] for tensors in buffers if tensors.get(slot.key) is not None]
             if not slot.is_buffer or slot.tensor is None or len(values) < len(every):
                 continue
             inner = _inner(slot.tensor)
@@ -312,10 +330,13 @@ def _holding(
 
 def _follow_modes(part: nn.Module, module: nn.Module) -> None:
     """Set the training mode of a trial's module and its submodules to that of the fused ones."""
-    parts = dict(part.named_modules())
-    for path, submodule in module.named_modules():
-        if path in parts and submodule.training != parts[path].training:
-            submodule.training = parts[path].training
+    if module.training != part.training:
+        module.training = part.training
+    owns = dict(module._modules.items())  # of a scripted module it is no dict
+    for name, child in part._modules.items():
+        own = owns.get(name)
+        if child is not None and own is not None:
+            _follow_modes(child, own)
 
 
 def _shape_of_objects(args: Any, kwargs: Any) -> Any:
@@ -332,6 +353,21 @@ def _inner(tensor: Any) -> Any:
 def _is_same_memory(one: Tensor, other: Tensor) -> bool:
     same = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
     return same and one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+
+
+def _is_memory_of(own: Tensor, stacked: Tensor, number: int | None) -> bool:
+    """Whether `own` is one trial of `stacked`, or all of it where there is no number."""
+    if number is None:
+        return _is_same_memory(own, stacked)
+    same = own.dtype == stacked.dtype and own.device == stacked.device
+    (first, *strides), (_, *shape) = stacked.stride(), stacked.shape
+    if not same or list(own.shape) != shape or list(own.stride()) != strides:
+        return False
+    return own.data_ptr() == stacked.data_ptr() + number * first * stacked.element_size()
+
+
+def _is_parameter(slot: Slot) -> bool:
+    return not slot.is_buffer and slot.tensor is not None and slot.tensor.is_leaf
 
 
 def _with_copies(values: Any, plain: list[Tensor], pristine: dict[int, Tensor]) -> Any:
