@@ -56,7 +56,7 @@ SHAPES = [
 def test_a_convolution_and_its_gradients_equal_torchs_in_float64(
     channels, outs, size, kernel, stride, pad, has_bias
 ):
-    from plait.fusion.kernels.trial_convolution import trial_convolution
+    from plait.fusion.kernels.convolution.trial_convolution import trial_convolution
 
     torch.manual_seed(0)
     x = images(channels, *size).requires_grad_()
@@ -85,7 +85,7 @@ def test_a_convolution_and_its_gradients_equal_torchs_in_float64(
 def test_a_depthwise_convolution_and_its_gradients_equal_torchs_in_float64(
     channels, size, kernel, stride, pad, dilation, has_bias
 ):
-    from plait.fusion.kernels.depthwise import depthwise_convolution
+    from plait.fusion.kernels.convolution.depthwise import depthwise_convolution
 
     torch.manual_seed(0)
     x, total = images(channels, *size).requires_grad_(), TRIALS * channels
@@ -104,7 +104,7 @@ def test_a_depthwise_convolution_and_its_gradients_equal_torchs_in_float64(
 def test_a_transposed_convolution_and_its_gradients_equal_torchs_in_float64(
     channels, outs, size, kernel, stride, pad
 ):
-    from plait.fusion.kernels.trial_convolution import trial_convolution
+    from plait.fusion.kernels.convolution.trial_convolution import trial_convolution
 
     torch.manual_seed(0)
     small = [(length + 2 * pad - kernel) // stride + 1 for length in size]
@@ -122,8 +122,8 @@ def test_a_transposed_convolution_and_its_gradients_equal_torchs_in_float64(
 
 
 def test_a_bias_that_trials_share_reaches_the_channels_of_each():
-    from plait.fusion.kernels.depthwise import depthwise_convolution
-    from plait.fusion.kernels.trial_convolution import trial_convolution
+    from plait.fusion.kernels.convolution.depthwise import depthwise_convolution
+    from plait.fusion.kernels.convolution.trial_convolution import trial_convolution
 
     x, bias = images(24, 6, 6), torch.randn(24, device="cuda").expand(TRIALS, 24)
     full, filters = (torch.randn(TRIALS, 24, each, 3, 3, device="cuda") for each in (24, 1))
@@ -148,7 +148,7 @@ def check_gradients(found, given, wanted, exact):
 
 @pytest.mark.parametrize(("channels", "stride"), [(64, 1), (64, 2), (24, 1), (3, 2), (10, 1)])
 def test_a_trial_that_is_not_a_number_leaves_its_neighbours(channels, stride):
-    from plait.fusion.kernels.trial_convolution import trial_convolution
+    from plait.fusion.kernels.convolution.trial_convolution import trial_convolution
 
     x = images(channels, 8, 8)
     x[1] = float("nan")

@@ -392,3 +392,19 @@ def test_code_of_one_trial_passes_one_function_mode():
     fused = fuse([Counting(2, 2) for _ in range(3)], unfused=[""], verify=False)
     fused(torch.randn(3, 4, 2))
     assert modes == [1, 1, 1]
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_the_gradient_of_all_trials_is_refused_where_trials_run_one_by_one(register):
+    models = make_models(lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)))
+    models[0][0].weight.register_hook(
+        lambda gradient: gradient * 2
+    )  # registered before, it is that of its trial
+    fused = fuse(models, unfused=["0"])
+    fused.module[1].weight.register_hook(lambda gradient: gradient * 2)
+    fused(batches(1)[0]).sum().backward()
+    getattr(fused.module[0].weight, register)(print)
+    with pytest.raises(
+        FusionError, match=r"gradient of 'weight' would not be called, since Linear runs trial by"
+    ):
+        fused(batches(1)[0])

@@ -1,7 +1,7 @@
 """Recurrent layers of all trials: one launch for all time steps, and one for their gradients.
 
-A program takes some sequences of one trial through time. What it needs of its own last step it reads from
-memory, as a state of all channels does not fit in registers. In 16 bits, summed up in float32.
+A program takes some sequences of one trial through time. It reads what its last step made from memory, as a
+state of all channels does not fit in registers. In 16 bits, summed up in float32.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
@@ -266,7 +266,7 @@ def _device(device: torch.device) -> tuple[int, int]:
 
 
 def _shape(gates: int, hidden: int, rows: int, shared: int) -> tuple[int, int]:
-    """How many channels are computed at once, and how many loads are under way: as many as memory holds."""
+    """How many channels are computed at once, and how many loads are made ahead: as many as memory holds."""
     channels = min(_MOST_CHANNELS, max(_FEWEST_ROWS, power_of_2_from(hidden)))
     while True:
         operands = (gates * channels + rows) * _SUMMED * 2
@@ -302,7 +302,7 @@ def walk_back(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """The gradients of the products of the input and of the state, and of the first state.
 
-    `others` are what `walk` made beside the outputs.
+    `others` are what `walk` made after the outputs.
     """
     dy, weight = of_outputs.contiguous(), weight.contiguous()
     before, kept, cells = others

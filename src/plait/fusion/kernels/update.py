@@ -93,7 +93,7 @@ def _prepared(moments: Moments) -> Moments:
 
 
 def _launches(moments: Iterable[Moments]) -> Iterator[Sequence[Moments]]:
-    """The parameters of each launch; what lies at odd addresses is launched alone, as is a single number."""
+    """The parameters of each launch; what has odd addresses is launched alone, as is a single number."""
     waiting: dict[bool, list[Moments]] = {True: [], False: []}
     for each in moments:
         own = each[0].numel() // each[0].shape[0]

@@ -119,7 +119,7 @@ def _has_kernel(x: Tensor) -> bool:
 
 def _depthwise(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
     """By our kernel, which takes all channels of all trials in one launch."""
-    from plait.fusion.kernels.depthwise import depthwise_convolution  # needs Triton
+    from plait.fusion.kernels.convolution.depthwise import depthwise_convolution  # needs Triton
 
     if x.dim() == 4:  # one spatial axis
         of_rows = {name: (least, *options[name]) for name, least in _OF_ONE_ROW}
@@ -132,7 +132,7 @@ def _can_wait(x: Tensor, weight: Tensor) -> bool:
     """Whether a convolution can be computed together with an activation after it, and is worth it."""
     if not can_run_on(x) or not torch.is_grad_enabled() or x.numel() < _LEAST_ELEMENTS:
         return False
-    from plait.fusion.kernels.trial_convolution import has_few_channels  # needs Triton
+    from plait.fusion.kernels.convolution.trial_convolution import has_few_channels  # needs Triton
 
     return has_few_channels(weight)
 
@@ -272,7 +272,7 @@ def _gathered(
     stride, dilation = set(options["stride"]), set(options["dilation"])
     if not can_run_on(x) or len(stride) > 1 or dilation != {1}:
         raise RuntimeError("the kernel is for GPUs, equal strides and no dilation")
-    from plait.fusion.kernels.trial_convolution import (
+    from plait.fusion.kernels.convolution.trial_convolution import (
         trial_convolution,  # needs Triton, which a CPU build lacks
     )
 
@@ -364,7 +364,7 @@ def _gathered_up(x: Tensor, weight: Tensor, bias: Tensor | None, options: Option
     stride = set(options["stride"])
     if not can_run_on(x) or len(stride) > 1 or set(options["dilation"]) != {1}:
         raise RuntimeError("the kernel is for GPUs, equal strides and no dilation")
-    from plait.fusion.kernels.trial_convolution import (
+    from plait.fusion.kernels.convolution.trial_convolution import (
         trial_convolution,  # needs Triton, which a CPU build lacks
     )
 

@@ -16,6 +16,20 @@ from plait.fusion.errors import FusionError, user_line
 GradientHook = Callable[[Tensor], Tensor | None]
 
 
+def of_fusion(hook: Any) -> Any:
+    """Mark a hook that fusion registers on a fused parameter, since the trials' own modules need none."""
+    hook.__dict__["of_fusion"] = True
+    return hook
+
+
+def foreign_hooks(parameter: Tensor) -> bool:
+    """Whether others have registered hooks on the gradient of a fused parameter."""
+    registered = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return any(
+        not getattr(hook, "of_fusion", False) for hooks in registered if hooks for hook in hooks.values()
+    )
+
+
 def each_trial(hooks: list[list[GradientHook]]) -> Callable[[Tensor], Tensor]:
     """A hook on the gradient of all trials that passes each trial's slice to the hooks of that trial."""
 
@@ -29,6 +43,7 @@ def each_trial(hooks: list[list[GradientHook]]) -> Callable[[Tensor], Tensor]:
             parts.append(value)
         return torch.stack(parts)
 
+    of_fusion(apply)
     return apply
 
 

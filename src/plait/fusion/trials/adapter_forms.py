@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from plait.fusion.copies import copy_of_structure
 from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch
+from plait.fusion.rules.hooks import of_fusion
 from plait.fusion.trials.partial_gradients import note_trials
 from plait.workloads.adapters.forms import (
     AdapterError,
@@ -89,7 +90,7 @@ class ArrayForms:
         """Let trials without an adapter in a layer have no gradient there, not even zeros."""
         for path in self._layers:
             for parameter in own_parameters(module.get_submodule(path)):
-                parameter.register_post_accumulate_grad_hook(partial(self._leave_out, path))
+                parameter.register_post_accumulate_grad_hook(of_fusion(partial(self._leave_out, path)))
 
     def _leave_out(self, path: str, parameter: Tensor) -> None:
         if having := [number for number, form in enumerate(self.own) if path in form.layers]:

@@ -24,6 +24,7 @@ from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch
+from plait.fusion.rules.hooks import foreign_hooks
 from plait.fusion.sharing import equal_values
 from plait.fusion.trials.one_by_one import one_by_one, slice_of
 from plait.fusion.trials.partial_gradients import DeliverGradient
@@ -71,6 +72,12 @@ class PerTrialModules:
         Gradients of the trials' parameters are added to the fused ones.
         """
         whole, shared = self._whole(), self._tensors.shared_ids()
+        if hooked := next((key for key, stacked in whole.items() if foreign_hooks(stacked)), None):
+            raise FusionError(
+                f"a hook on the gradient of {hooked!r} would not be called, since "
+                f"{type(self.part).__qualname__} runs trial by trial ({self.why})",
+                "register it on each model before these are fused",
+            )
         for number, module in enumerate(self.modules[start:], start):
             kept: dict[int, Tensor] = {}
             for slot in slots_of(module):

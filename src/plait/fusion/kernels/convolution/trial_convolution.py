@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.fusion.kernels import conv_tma, gather, im2col
+from plait.fusion.kernels.convolution import gather, im2col, tma
 from plait.fusion.kernels.images import Pad, Size, in_16_bits, in_order, new_images, small_size
 from plait.fusion.plain_function import PlainFunction, once_differentiable
 
@@ -30,8 +30,8 @@ def _down(
     """The convolution of `large` to `small`; with few channels, of what is `spread` out."""
     if spread is not None:
         im2col.down(spread, taps, bias, stride, small)
-    elif conv_tma.fits(large, taps, stride, large.shape[3:]):
-        conv_tma.multiply(large, taps, bias, stride, pad, small, False)
+    elif tma.fits(large, taps, stride, large.shape[3:]):
+        tma.multiply(large, taps, bias, stride, pad, small, False)
     else:
         gather.down(large, taps, bias, stride, pad, small)
 
@@ -47,8 +47,8 @@ def _up(small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad,
         spread = im2col.spread_out(small, points, 1, (0, 0)) if im2col.fits(points) else None
         _down(small, points, None, 1, (0, 0), columns, spread)
         im2col.fold_columns(columns, taps, bias, stride, pad, large)
-    elif conv_tma.fits(small, taps, stride, size):
-        conv_tma.multiply(small, taps, bias, stride, pad, large, True)
+    elif tma.fits(small, taps, stride, size):
+        tma.multiply(small, taps, bias, stride, pad, large, True)
     else:
         gather.up(small, taps, bias, stride, pad, large)
     return large
@@ -64,10 +64,8 @@ def _taps_gradient(
     totals = None
     if im2col.fits(taps):
         gradient = im2col.taps_gradient(large, small, taps, stride)
-    elif conv_tma.fits(large, taps, stride, large.shape[3:]) and conv_tma.fits(
-        small, taps, stride, large.shape[3:]
-    ):
-        gradient, totals = conv_tma.taps_gradient(large, small, taps, stride, pad, sums)
+    elif tma.fits(large, taps, stride, large.shape[3:]) and tma.fits(small, taps, stride, large.shape[3:]):
+        gradient, totals = tma.taps_gradient(large, small, taps, stride, pad, sums)
     else:
         gradient = gather.taps_gradient(large, small, taps, stride, pad)
     return _as_weight(gradient.to(kind)), totals

@@ -1,0 +1,1 @@
+"""Convolutions of all trials; `trial_convolution` selects among the ways to load their images."""
