@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
 from fused_checks import assert_equals_lone_models, make_models
 from torch import nn
+
+from plait.fusion.rules.convolution import _taps_read
 
 
 class Call(nn.Module):
@@ -37,6 +41,7 @@ LAYERS = {
     "conv1d": (lambda: nn.Conv1d(3, 4, 3, padding=1), floats(2, 3, 7)),
     "conv1d of one point": (lambda: nn.Conv1d(3, 4, 1), floats(2, 3, 7)),
     "conv2d": (lambda: nn.Conv2d(3, 4, 3, stride=2, padding=1), floats(2, 3, 7, 7)),
+    "conv2d of images smaller than its kernel": (lambda: nn.Conv2d(3, 4, 3, padding=1), floats(2, 3, 1, 2)),
     "conv2d dilated in groups": (lambda: nn.Conv2d(4, 6, 3, dilation=2, groups=2), floats(2, 4, 9, 9)),
     "conv2d same": (lambda: nn.Conv2d(3, 4, 3, padding="same"), floats(2, 3, 6, 6)),
     "conv2d same, unlike sides": (
@@ -243,3 +248,24 @@ LOSSES = {
 def test_a_fused_loss_has_each_trials_own_value(name):
     models = make_models(lambda: Call(LOSSES[name], 4, 4))
     assert_equals_lone_models(models, [floats(4, 4)() for _ in models])
+
+
+def test_taps_that_read_nothing_but_padding_are_left_out_of_a_convolution():
+    left_out = 0
+    for size, length, stride, pad, dilation in product(range(1, 5), range(1, 6), (1, 2, 3), range(4), (1, 2)):
+        if size + 2 * pad <= dilation * (length - 1):
+            continue
+        options = (stride,), (pad,), (dilation,)
+        found = _taps_read(torch.Size([size]), torch.Size([length]), *options)
+        image, kernel = torch.randn(1, 2, size).double(), torch.randn(3, 2, length).double()
+        whole = F.conv1d(image, kernel.requires_grad_(), None, stride, pad, dilation)
+        (gradient,) = torch.autograd.grad(whole.sum(), kernel)
+        read = gradient.any(0).any(0).nonzero().flatten().tolist()  # the only taps with a gradient
+        if found is not None:
+            (part,), pads = found
+            assert (part.start, part.stop - 1) == (min(read), max(read))
+            made = F.conv1d(image, kernel[..., part], None, stride, pads, dilation)
+            torch.testing.assert_close(made, whole)
+            left_out += 1
+    assert left_out > 50
+    assert _taps_read(torch.Size([1, 1]), torch.Size([3, 3]), *[(1, 1)] * 3)[1] == (0, 0)

@@ -259,7 +259,13 @@ def test_the_gradient_of_a_padded_product_is_read_with_its_padding_where_the_los
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
-    "cut", [lambda x: x.unbind(1), lambda x: x.split([1, 2], 1), lambda x: x.chunk(3, 1)]
+    "cut",
+    [
+        lambda x: x.unbind(1),
+        lambda x: x.split([1, 2], 1),
+        lambda x: x.chunk(3, 1),
+        lambda x: (x[:, :1], x[:, 2:, 1:]),
+    ],
 )
 def test_gradients_of_the_parts_of_a_tensor_are_autograds(cut, kind, monkeypatch):
     monkeypatch.setattr(gpu_parts, "can_run_on", lambda x: True)

@@ -15,6 +15,7 @@ from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.kernels import can_run_on
 from plait.fusion.rules.dense import batched_linear
 from plait.fusion.speed.autotune import Way, choose, chosen
+from plait.fusion.speed.gpu_parts import parts_of
 from plait.fusion.speed.lazy_activation import PendingActivation
 from plait.fusion.speed.lazy_reads import Watched, like_of
 
@@ -90,6 +91,11 @@ def _per_trial(
 ) -> Tensor | PendingActivation:
     given = tuple([tuple(each) if type(each) is list else each for each in options.values()])
     numbers, is_pointwise = _numbers(tuple(options), given, weight.shape[3:])
+    geometry = (numbers["stride"], numbers["padding"], numbers["dilation"])
+    if groups == 1 and not is_pointwise and (read := _taps_read(x.shape[3:], weight.shape[3:], *geometry)):
+        part: Any = (..., *read[0])
+        (weight,) = parts_of(weight, lambda whole: (whole[part],))
+        return _per_trial(function, x, weight, bias, {**numbers, "padding": read[1]}, groups)
     if groups == 1 and is_pointwise:
         # As of means of all pixels; without a bias a norm follows, whose kernels want another order of axes.
         if bias is not None and x.shape[3:].numel() == 1:
@@ -106,6 +112,33 @@ def _per_trial(
     if _is_depthwise(weight, groups) and "same" not in numbers["padding"] and _has_kernel(x):
         return _depthwise(x, weight, bias, numbers)
     return _grouped(function, x, weight, bias, options, groups)
+
+
+@lru_cache(maxsize=1024)
+def _taps_read(
+    image: torch.Size, kernel: torch.Size, *options: tuple[Any, ...]
+) -> tuple[tuple[slice, ...], tuple[int, ...]] | None:
+    """The taps of a kernel that read pixels of such images, and their padding; None if all do.
+
+    Of 3x3 taps around images of one pixel, eight read nothing but padding.
+    """
+    parts, pads = [], []
+    for size, length, stride, pad, dilation in zip(image, kernel, *options):
+        if isinstance(pad, str):
+            return None
+        outs = (size + 2 * pad - dilation * (length - 1) - 1) // stride + 1
+        at = range(-pad, outs * stride - pad, stride)  # where the first tap reads
+        read = [tap for tap in range(length) if any(0 <= first + dilation * tap < size for first in at)]
+        if not read:
+            return None
+        part = slice(read[0], read[-1] + 1)
+        pad -= dilation * part.start
+        if pad < 0 or (size + 2 * pad - dilation * (part.stop - part.start - 1) - 1) // stride + 1 != outs:
+            return None  # its sides would be padded unlike
+        parts.append(part)
+        pads.append(pad)
+    whole = all(part == slice(0, length) for part, length in zip(parts, kernel))
+    return None if whole else (tuple(parts), tuple(pads))
 
 
 def _is_depthwise(weight: Tensor, groups: int) -> bool:

@@ -40,9 +40,12 @@ class _Parts(PlainFunction):
                     whole = whole + _placed(part, gradient, whole)
             return whole, None
         whole = torch.empty_strided(shape, strides, **options)
-        if (joined := _already_joined(ctx.cut(whole), gradients, whole)) is not None:
+        parts = ctx.cut(whole)
+        if sum(part.numel() for part in parts) < whole.numel():
+            whole.zero_()
+        elif (joined := _already_joined(parts, gradients, whole)) is not None:
             return joined, None
-        for part, gradient in zip(ctx.cut(whole), gradients):
+        for part, gradient in zip(parts, gradients):
             part.zero_() if gradient is None else _copy(part, gradient)
         return whole, None
 
