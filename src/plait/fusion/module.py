@@ -53,9 +53,6 @@ class FusedModule(nn.Module):
         ```
     """
 
-    # That of the forward that is running.
-    _mode: TrialMode | None = None
-
     seeds: Tensor
     ages: Tensor
 
@@ -154,20 +151,11 @@ class FusedModule(nn.Module):
         return _each_leaf(partial(leave_trials, self._trials), outcome)
 
     @contextmanager
-    def _running(self, filled: Sequence[tuple[Tensor, TrialTensor]] = ()) -> Iterator[None]:
-        """`filled` are what `TrialMode.filled` was where a recomputation begins."""
+    def _running(self) -> Iterator[None]:
         shared = self._tensors.shared_slots
-        separation = Separation(shared, self._trials) if shared or filled else None
-        for pair in filled:
-            assert separation is not None
-            separation.replace(*pair)
-        before, mode = self._mode, TrialMode(self._trials, separation)
-        self.__dict__["_mode"] = mode  # a module's setattr takes longer than a small layer
-        try:
-            with running(self._again, partial(apply_alone, self._trials)), mode:
-                yield
-        finally:
-            self.__dict__["_mode"] = before
+        mode = TrialMode(self._trials, Separation(shared, self._trials) if shared else None)
+        with running(self._again, partial(apply_alone, self._trials)), mode:
+            yield
 
     def _again(self) -> Callable[[], AbstractContextManager[None]]:
         """A context factory that restores the current state in backward, for activation checkpointing."""
@@ -176,14 +164,13 @@ class FusedModule(nn.Module):
         trials.compute_pending()
         assert trials.streams is not None
         streams, rows = trials.streams.repeated(), trials.rows
-        filled = () if self._mode is None else self._mode.filled
 
         @contextmanager
         def reopened() -> Iterator[None]:
             before = trials.streams, trials.rows, trials.is_alone
             trials.streams, trials.rows, trials.is_alone = streams.repeated(), rows, False
             try:
-                with self._tensors.installed(), self._running(filled):
+                with self._tensors.installed(), self._running():
                     yield
             finally:
                 trials.streams, trials.rows, trials.is_alone = before

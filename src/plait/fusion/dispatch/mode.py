@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +12,12 @@ from torch.overrides import TorchFunctionMode
 
 from plait.fusion.dispatch.fallback import body_of, is_in_place
 from plait.fusion.dispatch.one_trial import one_trial, stack_outcomes
-from plait.fusion.dispatch.refusals import RANDOM, refuse_random, refuse_shared_target
+from plait.fusion.dispatch.refusals import (
+    RANDOM,
+    SharedTargetError,
+    refuse_random,
+    refuse_shared_target,
+)
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, spellings
 from plait.fusion.dispatch.separation import Separation, is_whole
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, leaves, unwrap, wrap
@@ -27,6 +31,10 @@ _RECURRENT = frozenset(spellings(["lstm", "gru", "rnn_tanh", "rnn_relu"]))
 # Functions with a dropout inside.
 _DRAWS_INSIDE = _ATTENTION | _RECURRENT | {F.multi_head_attention_forward}
 REFUSED = frozenset(spellings((*RANDOM.split(), "randint", "randperm")))
+_NEW = "zeros ones empty full tensor arange linspace eye new_tensor"
+_ALIKE = "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full"
+_COPIES = "clone repeat contiguous to type type_as cpu cuda float double half bfloat16 int long bool"
+_MAKERS = frozenset(spellings(f"{_NEW} {_ALIKE} {_COPIES}".split()))
 _RANDOM = _DRAWS | _LIKE | _DRAWS_INSIDE | NEW | REFUSED | {torch.Tensor.bernoulli_}
 
 
@@ -37,11 +45,8 @@ class TrialMode(TorchFunctionMode):
         super().__init__()
         self.trials = trials
         self._separation = separation
-
-    @property
-    def filled(self) -> Sequence[tuple[Tensor, TrialTensor]]:
-        """New tensors that were filled with each trial's numbers, with these."""
-        return () if self._separation is None else tuple(self._separation.filled)
+        # Marks the memory of tensors that were made in this forward.
+        self._mark = object()
 
     def __torch_function__(
         self, func: Function, types: Any, args: Arguments = (), kwargs: Options | None = None
@@ -70,8 +75,16 @@ class TrialMode(TorchFunctionMode):
         if not is_checked and (has_per_trial(args) or (kwargs and has_per_trial(kwargs.values()))):
             return self._each(func, args, kwargs)
         if types == (TrialTensor,):  # what torch would call next
-            return TrialTensor.__torch_function__(func, types, args, kwargs)
-        return func(*args, **kwargs)
+            try:
+                return TrialTensor.__torch_function__(func, types, args, kwargs)
+            except SharedTargetError:
+                if not self._takes_target(args):
+                    raise
+            return self.__torch_function__(func, types, args, kwargs)
+        made = func(*args, **kwargs)
+        if func in _MAKERS and type(made) is Tensor and not _are_views(made, args):
+            made.untyped_storage().__dict__["plait_made_in"] = self._mark
+        return made
 
     def _draw_inside(self, func: Function, args: Arguments, kwargs: Options) -> Any:
         """A function on shared tensors: computed once, unless it drops elements, which differ by trial."""
@@ -90,21 +103,31 @@ class TrialMode(TorchFunctionMode):
         return RULES[func](func, args, {**kwargs, "query": self._with_trials_axis(kwargs["query"])})
 
     def _fill(self, func: Function, args: Arguments, kwargs: Options) -> Any:
-        """A new tensor that is filled with numbers: each trial's, also where the tensor is used later.
-
-        The tensor itself becomes NaN: what reads it past the trials, as after the forward, must not go
-        unnoticed.
-        """
-        x, *rest = args
-        if not is_whole(x) or not x.is_floating_point():
+        """A tensor that is filled with numbers: from now on each trial's."""
+        if not is_whole(args[0]):
             return refuse_random(func, args, kwargs)
-        own = TrialTensor(x.new_empty((self.trials.count, *x.shape)), self.trials)
-        filled = RULES[func](func, (own, *rest), kwargs)
+        self._take(args[0])
+        return RULES[func](func, args, kwargs)
+
+    def _takes_target(self, args: Arguments) -> bool:
+        """Whether the first argument was made in this forward; then it becomes each trial's, with its values.
+
+        Another is the user's, or that of another forward, where it would have to have one value.
+        """
+        target = args[0]
+        if isinstance(target, TrialTensor):
+            return False
+        base = target._base if target._base is not None else target
+        is_made = getattr(base.untyped_storage(), "plait_made_in", None) is self._mark
+        if not is_made or type(base) is not Tensor or not is_whole(base) or base.requires_grad:
+            return False
+        self._take(base)
+        return True
+
+    def _take(self, tensor: Tensor) -> None:
         if self._separation is None:
             self._separation = Separation((), self.trials)
-        self._separation.replace(x, filled)
-        x.fill_(math.nan)
-        return filled
+        self._separation.take(tensor)
 
     def _each(self, func: Function, args: Arguments, kwargs: Options) -> Any:
         """A call on shared tensors with a hyperparameter that differs by trial: one result per trial."""
@@ -122,6 +145,12 @@ class TrialMode(TorchFunctionMode):
             return x
         expanded: TrialTensor = wrap(unwrap(x, self.trials), self.trials)
         return expanded
+
+
+def _are_views(made: Tensor, args: Arguments) -> bool:
+    """Whether a tensor that was made of the first argument has the memory of that."""
+    first = args[0] if args else None
+    return isinstance(first, Tensor) and first.untyped_storage() is made.untyped_storage()
 
 
 def _has_trials(values: Any) -> bool:

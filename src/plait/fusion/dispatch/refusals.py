@@ -71,10 +71,14 @@ def name_of(function: Function) -> str:
     return getattr(function, "__name__", str(function))
 
 
+class SharedTargetError(FusionError):
+    """Values that differ between trials would be written to a tensor that they share."""
+
+
 def refuse_shared_target(function: Function, args: Arguments) -> None:
-    """Raise FusionError if values that differ between trials are written to a tensor that they share."""
+    """Raise SharedTargetError if the first argument, which is written to, is a plain tensor."""
     if not isinstance(args[0], TrialTensor):
-        raise FusionError(
+        raise SharedTargetError(
             f"{user_line()}\n  writes what differs between trials into a tensor that all trials share; make "
             f"that tensor from one of the model's own (x.new_zeros(...), torch.zeros_like(x)), or write it "
             f"without the in-place operation"
