@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from fused_checks import CLOSE, alone, assert_equals_lone_models, fuse, make_models
 from torch import nn
+from torch.distributions import Categorical, Laplace, Normal, Uniform
 from torch.utils.checkpoint import checkpoint
 
 from plait.fusion import FusionError, Shared, group_by_shape
@@ -245,10 +246,95 @@ def test_zeros_and_ones_are_drawn_with_their_probability_and_have_a_gradient_of_
         fused.map(lambda x: x.detach().clone().bernoulli_(1.5), chances)
 
 
-def test_a_part_of_a_new_tensor_is_not_filled_with_numbers_of_the_trials():
-    fused = fuse([nn.Identity(), nn.Identity()])
+def test_a_part_of_a_tensor_of_anothers_is_not_filled_with_numbers_of_the_trials():
+    fused, whole = fuse([nn.Identity(), nn.Identity()]), torch.zeros(4, 4)
     with pytest.raises(FusionError, match=r"draws from torch's generator \(bernoulli_\)"):
-        fused.map(lambda x: x + torch.zeros(4, 4)[0].bernoulli_(0.5), torch.zeros(2, 4))
+        fused.map(lambda x: x + whole[0].bernoulli_(0.5), torch.zeros(2, 4))
+    assert not whole.any()
+
+
+def partly_noisy(x):
+    noise = torch.zeros(x.shape, dtype=x.dtype)
+    noise[:, 1].normal_(1.0, 2.0)
+    return x + noise
+
+
+def crossed(x):
+    return torch.where(torch.rand(x.shape[0], 1) < 0.5, x[torch.randperm(len(x))], x)
+
+
+DRAWS = {
+    "normal": lambda x: x + torch.empty_like(x).normal_(1.0, std=0.5),
+    "normal, new": lambda x: x + torch.empty(x.shape, dtype=x.dtype).normal_(),
+    "normal, a part": partly_noisy,
+    "normal, of two": lambda x: x + torch.normal(x, x.abs()),
+    "normal, of one": lambda x: x + torch.normal(mean=2.0, std=x.abs()) + torch.normal(x, 0.5),
+    "normal, that trials share": lambda x: x * torch.normal(torch.ones(4), torch.ones(4)).to(x.dtype),
+    "normal, of a size": lambda x: x * torch.normal(1.0, 0.5, x.shape),
+    "uniform": lambda x: x * x.new_empty(x.shape).uniform_(-2, 3),
+    "exponential": lambda x: x * torch.empty(4, dtype=x.dtype).exponential_(0.5),
+    "whole numbers": lambda x: x * torch.randint(-3, 9, (len(x), 1)),
+    "whole numbers by name": lambda x: x * torch.randint(high=9, size=(4,), dtype=torch.int32),
+    "whole numbers alike": lambda x: x * torch.randint_like(x, 2, 9) + torch.randint_like(x, 4),
+    "orders": crossed,
+    "one of several": lambda x: x + torch.multinomial(x.softmax(-1), 1),
+    "some of several": lambda x: x[:, :3] + torch.multinomial(x.softmax(-1), 3),
+    "some, again and again": lambda x: x + torch.multinomial(x.softmax(-1), 4, replacement=True),
+    "some of which trials share": lambda x: x + torch.multinomial(torch.ones(9), 4),
+    "gumbel softmax": lambda x: F.gumbel_softmax(x, hard=True) * x,
+    "gumbel softmax that trials share": lambda x: F.gumbel_softmax(torch.ones(6, 4, dtype=x.dtype)) * x,
+    "distributions": lambda x: Normal(x, x.exp()).rsample() + Categorical(logits=x).sample()[:, None],
+    "more distributions": lambda x: Laplace(x, 1.0).rsample() + Uniform(x, x + 1).sample(),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_each_trial_draws_its_own_numbers_as_it_does_alone(draw):
+    models = make_models(lambda: nn.Linear(4, 4))
+    fused, singles = fuse(models), alone(models)
+    x = data(3, 6, 4)
+    run = lambda layer, x: draw(layer(x))  # noqa: E731
+    before = torch.get_rng_state()
+    for _ in range(2):
+        together = fused.call(run, x)
+        with torch.no_grad():
+            assert (together - fused.call(run, x[:1].expand(3, -1, -1)))[0].any()  # of another step
+        fused.ages -= 1
+        for number, (single, model) in enumerate(zip(singles, models)):
+            torch.testing.assert_close(together[number], single.call(run, x[number : number + 1])[0], **CLOSE)
+            with SingleTrialMode(Streams(single.seeds, single.ages - 1)):
+                torch.testing.assert_close(together[number], run(model, x[number]), **CLOSE)
+        together.sum().backward()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_random_numbers_have_their_distributions():
+    fused, x = fuse([nn.Identity(), nn.Identity()]), torch.zeros(2, 40_000)
+    chances = torch.tensor([0.0, 0.1, 0.0, 0.6, 0.3, 0.0])
+    moments = {
+        (1.0, 2.0): lambda x: x.normal_(1.0, 2.0),
+        (3.0, 2.0 / 3**0.5): lambda x: x.uniform_(1.0, 5.0),
+        (2.0, 2.0): lambda x: x.exponential_(0.5),
+        (2.5, 1.25**0.5): lambda x: x + torch.randint(1, 5, x.shape),
+        (3.1, 0.69**0.5): lambda x: x + torch.multinomial(chances, len(x), True),
+    }
+    for (mean, deviation), draw in moments.items():
+        drawn = fused.map(lambda x, draw=draw: draw(x.clone()), x)
+        torch.testing.assert_close(drawn.mean(1), torch.full((2,), mean), atol=0.05, rtol=0)
+        torch.testing.assert_close(drawn.std(1), torch.full((2,), deviation), atol=0.05, rtol=0)
+    first = fused.map(lambda x: torch.multinomial(chances.expand(len(x), 6), 3), x)
+    assert set(first.unique().tolist()) == {1, 3, 4}
+    torch.testing.assert_close((first[..., 0] == 3).float().mean(1), torch.full((2,), 0.6), atol=0.02, rtol=0)
+    orders = fused.map(lambda x: torch.randperm(len(x)), x)
+    assert torch.equal(orders.sort(1).values, torch.arange(40_000).expand(2, -1))
+    for wrong in (
+        lambda x: x.normal_(0.0, -1.0),
+        lambda x: torch.multinomial(chances, 7),
+        lambda x: torch.randint(3, 3, (2,)),
+        lambda x: x.long().normal_(),
+    ):
+        with pytest.raises((RuntimeError, FusionError), match="std|sample|integers|implemented"):
+            fused.map(wrong, x)
 
 
 def test_a_look_at_a_value_is_refused_with_the_line_that_looks():
@@ -336,8 +422,8 @@ def test_random_operations_and_shapes_changed_in_place_are_refused():
     fused = fuse(make_models(lambda: nn.Linear(4, 4)))
     with pytest.raises(FusionError, match="rrelu"):
         fused.map(lambda x: F.rrelu(x, training=True), data(3, 4))
-    with pytest.raises(FusionError, match="exponential_"):
-        fused.map(lambda x: F.gumbel_softmax(x), data(3, 4))
+    with pytest.raises(FusionError, match="geometric_"):
+        fused.map(lambda x: x.geometric_(0.5), data(3, 4))
     with pytest.raises(FusionError, match="use unsqueeze"):
         fused.map(lambda x: x.unsqueeze_(0), data(3, 4))
 
@@ -444,12 +530,6 @@ def test_a_tensor_that_a_forward_made_becomes_each_trials_where_they_write_to_it
         assert torch.equal(copy.deepcopy(fused).trial(number).kept, model.kept)
     with torch.inference_mode(), pytest.raises(FusionError, match="after its call has ended"):
         fused.module.kept.sum()
-
-
-def test_a_draw_from_torchs_generator_is_refused():
-    fused = fuse(make_models(lambda: nn.Linear(4, 4)))
-    with pytest.raises(FusionError, match="multinomial"):
-        fused.map(lambda x: torch.multinomial(x.softmax(-1), 1), data(3, 4))
 
 
 def test_the_fused_module_moves_and_saves_like_any_other():

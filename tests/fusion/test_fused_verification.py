@@ -173,7 +173,7 @@ def revert_data(monkeypatch):
 
 def revert_draws(monkeypatch):
     """Draw one tensor of random numbers for all trials."""
-    monkeypatch.setattr("plait.fusion.dispatch.mode.REFUSED", frozenset())
+    monkeypatch.setattr("plait.fusion.dispatch.mode._RANDOM", frozenset())
 
 
 def revert_hooks(monkeypatch):

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -21,21 +20,22 @@ from plait.fusion.dispatch.refusals import (
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, spellings
 from plait.fusion.dispatch.separation import Separation, is_whole
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, leaves, unwrap, wrap
-from plait.fusion.rules.dropout import NEW, draw_new, streams_of
+from plait.fusion.rules.dropout import streams_of
+from plait.fusion.rules.random_numbers import FILLS, NEW, OF_TENSORS, OPENED, draw_new, is_new, with_tensor
 from plait.fusion.trials.per_trial import PerTrial
 
-_DRAWS = frozenset(spellings(("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")))
-_LIKE = frozenset((torch.rand_like, torch.randn_like, F.feature_alpha_dropout, *spellings(["bernoulli"])))
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+_DRAWS = OF_TENSORS | frozenset(spellings(_DROPOUTS))
 _ATTENTION = frozenset(spellings(["scaled_dot_product_attention"]))
 _RECURRENT = frozenset(spellings(["lstm", "gru", "rnn_tanh", "rnn_relu"]))
-# Functions with a dropout inside.
-_DRAWS_INSIDE = _ATTENTION | _RECURRENT | {F.multi_head_attention_forward}
-REFUSED = frozenset(spellings((*RANDOM.split(), "randint", "randperm")))
+# Functions with a draw inside.
+_DRAWS_INSIDE = _ATTENTION | _RECURRENT | OPENED
+_REFUSED = frozenset(spellings(RANDOM.split()))
 _NEW = "zeros ones empty full tensor arange linspace eye new_tensor"
-_ALIKE = "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full"
+_ALIKE = "zeros_like ones_like empty_like full_like new new_zeros new_ones new_empty new_full"
 _COPIES = "clone repeat contiguous to type type_as cpu cuda float double half bfloat16 int long bool"
 _MAKERS = frozenset(spellings(f"{_NEW} {_ALIKE} {_COPIES}".split()))
-_RANDOM = _DRAWS | _LIKE | _DRAWS_INSIDE | NEW | REFUSED | {torch.Tensor.bernoulli_}
+_RANDOM = _DRAWS | _DRAWS_INSIDE | NEW | FILLS | _REFUSED
 
 
 class TrialMode(TorchFunctionMode):
@@ -58,15 +58,16 @@ class TrialMode(TorchFunctionMode):
         if self.trials.is_alone or (kwargs and kwargs.get("generator") is not None):
             return func(*args, **kwargs)
         if func in _RANDOM:
-            if func in _DRAWS or func in _LIKE:
-                if not args:
-                    args, kwargs = (kwargs["input"],), {k: v for k, v in kwargs.items() if k != "input"}
-                return RULES[func](func, (self._with_trials_axis(args[0]), *args[1:]), kwargs)
-            if func in NEW:
+            if is_new(func, args, kwargs):
+                if func is torch.randperm and self.trials.rows is not None:  # of the rows of each trial
+                    return refuse_random(func, args, kwargs)
                 drawn = draw_new(streams_of(self.trials), func, args, kwargs)
                 return TrialTensor(drawn.requires_grad_(bool(kwargs.get("requires_grad"))), self.trials)
+            if func in _DRAWS:
+                args, kwargs = with_tensor(self._with_trials_axis, args, kwargs)
+                return RULES[func](func, args, kwargs)
             if not _has_trials((args, kwargs)):
-                if func is torch.Tensor.bernoulli_:
+                if func in FILLS:
                     return self._fill(func, args, kwargs)
                 inside = func in _DRAWS_INSIDE
                 return (self._draw_inside if inside else refuse_random)(func, args, kwargs)
@@ -87,8 +88,8 @@ class TrialMode(TorchFunctionMode):
         return made
 
     def _draw_inside(self, func: Function, args: Arguments, kwargs: Options) -> Any:
-        """A function on shared tensors: computed once, unless it drops elements, which differ by trial."""
-        if func is F.multi_head_attention_forward:
+        """A function on shared tensors: computed once, unless it draws numbers, which differ by trial."""
+        if func in OPENED:
             with self:
                 return body_of(func)(*args, **kwargs)
         if func in _ATTENTION:
@@ -104,10 +105,11 @@ class TrialMode(TorchFunctionMode):
 
     def _fill(self, func: Function, args: Arguments, kwargs: Options) -> Any:
         """A tensor that is filled with numbers: from now on each trial's."""
-        if not is_whole(args[0]):
-            return refuse_random(func, args, kwargs)
-        self._take(args[0])
-        return RULES[func](func, args, kwargs)
+        if not self._takes_target(args):
+            if not is_whole(args[0]):
+                return refuse_random(func, args, kwargs)
+            self._take(args[0])
+        return self.__torch_function__(func, (), args, kwargs)
 
     def _takes_target(self, args: Arguments) -> bool:
         """Whether the first argument was made in this forward; then it becomes each trial's, with its values.

@@ -164,6 +164,14 @@ class Streams:
         angle = self.uniform(shape, wide) * (2.0 * math.pi)
         return (radius * angle.cos()).to(dtype)
 
+    def integers(self, shape: tuple[int, ...], low: int, high: int) -> Tensor:
+        """Whole numbers from `low` to before `high`, of shape (trials, *shape)."""
+        if not 0 < high - low < 1 << 31:
+            raise FusionError(
+                f"random integers: found {high - low} from {low} on, expected 1 to 2**31 - 1 to draw from"
+            )
+        return ((self.bits(shape).to(torch.int64) & _WORD) * (high - low) >> 32) + low
+
     def keep(self, shape: tuple[int, ...], chance: float | tuple[float, ...], dtype: torch.dtype) -> Tensor:
         """The dropout mask: 1 / (1 - p) or 0 per element, where p is the `chance` to drop it."""
         threshold, scale = _thresholds(chance, len(shape), self.seeds.device, dtype)

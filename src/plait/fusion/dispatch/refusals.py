@@ -20,10 +20,7 @@ _VALUES = (
 # Those among them that return one value: allowed if all trials have the same.
 _SCALARS = "item __bool__ __int__ __float__ __index__ is_nonzero equal allclose __contains__"
 _RESHAPING = "transpose_ t_ squeeze_ unsqueeze_ resize_ resize_as_ swapaxes_ swapdims_ set_"
-RANDOM = (
-    "rrelu rrelu_ exponential_ geometric_ cauchy_ log_normal_ randint_like multinomial "
-    "normal_ uniform_ normal poisson random_"
-)
+RANDOM = "rrelu rrelu_ geometric_ cauchy_ log_normal_ poisson random_"
 
 
 def refuse_outside(function: Function) -> NoReturn:
@@ -120,8 +117,9 @@ def refuse_random(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Raise FusionError for a draw from torch's generator, which all trials share."""
     name = name_of(function)
     raise FusionError(
-        f"{user_line()}\n  draws from torch's generator ({name}), which all trials share; use dropout, "
-        f"torch.rand_like, torch.randn_like or bernoulli_, which have a stream for each trial"
+        f"{user_line()}\n  draws from torch's generator ({name}), which all trials share; use rand, "
+        f"randn, normal, randint, randperm, bernoulli, multinomial, exponential_ or dropout, of which each "
+        f"trial has its own stream"
     )
 
 

@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from plait.fusion.dispatch.random import Streams
-from plait.fusion.dispatch.refusals import refuse_random
 from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.kernels import can_run_on
-from plait.fusion.rules.elementwise import align_operand
-from plait.fusion.rules.shapes import sizes
 from plait.fusion.trials.batch_axis import MIXED, require_rows_first
 from plait.fusion.trials.per_trial import PerTrial, on_device
 
@@ -138,45 +135,3 @@ def _put(x: TrialTensor, outcome: Tensor, args: Arguments, kwargs: Options) -> T
         x.stacked.copy_(outcome)
         return x
     return TrialTensor(outcome, x.trials)
-
-
-@rule("rand_like", "randn_like")
-def random_like(function: Function, args: Arguments, kwargs: Options) -> Any:
-    x = args[0]
-    kind = kwargs.get("dtype") or x.dtype
-    name = "uniform" if function.__name__ == "rand_like" else "normal"
-    numbers = drawn(x, tuple(x.shape), lambda streams, shape: getattr(streams, name)(shape, kind))
-    return TrialTensor(numbers, x.trials)
-
-
-@takes_per_trial
-@rule("bernoulli", "bernoulli_")
-def bernoulli(function: Function, args: Arguments, kwargs: Options) -> Any:
-    """Ones with a probability, else zeros; as torch.bernoulli(x) the elements of `x` are probabilities."""
-    given = arguments_of("input p", {"p": None}, args, kwargs)
-    in_place = function.__name__ == "bernoulli_"
-    x, p = given["input"], 0.5 if in_place and given["p"] is None else given["p"]
-    if not isinstance(x, TrialTensor) or any(given.get(name) is not None for name in ("generator", "out")):
-        return refuse_random(function, args, kwargs)
-    if isinstance(p, float) and not isinstance(p, PerTrial) and not 0.0 <= p <= 1.0:
-        torch.empty(0).bernoulli_(p)  # torch says what is wrong
-    chance = x.stacked if p is None else align_operand(p, x.dim(), x)
-    kind = torch.promote_types(x.dtype, torch.float32)
-    ones = drawn(x, tuple(x.shape), lambda streams, shape: streams.uniform(shape, kind)) < chance
-    if in_place:
-        x.stacked.copy_(ones)
-        return x
-    outcome = ones.to(x.dtype)
-    if x.stacked.requires_grad:  # as in torch, the gradient is zero, not none
-        outcome = torch.where(torch.ones_like(ones), outcome, x.stacked)
-    return TrialTensor(outcome, x.trials)
-
-
-NEW = frozenset((torch.rand, torch.randn))
-
-
-def draw_new(streams: Streams, function: Function, args: Arguments, kwargs: Options) -> Tensor:
-    """The numbers of a call of one of `NEW`, of shape (trials, *size)."""
-    draw = streams.uniform if function is torch.rand else streams.normal
-    drawn = draw(sizes(args or (kwargs["size"],)), kwargs.get("dtype") or torch.get_default_dtype())
-    return drawn.to(kwargs.get("device") or torch.get_default_device())

@@ -250,7 +250,7 @@ RULES[getter("is_leaf")] = lambda f, args, kwargs: args[0].stacked.is_leaf
 RULES[getter("grad_fn")] = lambda f, args, kwargs: args[0].stacked.grad_fn
 
 
-@rule("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
+@rule("new", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 def new(function: Function, args: Arguments, kwargs: Options) -> Any:
     """`x.new_zeros(...)` and similar: one tensor per trial, since the model may write to it."""
     x = args[0]

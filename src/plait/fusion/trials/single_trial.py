@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -22,17 +21,16 @@ from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, arguments_of, spellings
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.dispatch.torch_patches import running
-from plait.fusion.rules.dropout import NEW, alpha_dropout, draw_new, drop, dropout, feature_dropout
+from plait.fusion.rules.dropout import alpha_dropout, drop, dropout, feature_dropout
+from plait.fusion.rules.random_numbers import FILLS, NEW, OF_TENSORS, OPENED, draw_new, is_new, with_tensor
 from plait.fusion.trials.padding import Rows
 from plait.verification import same_random_numbers
 
 _DROPOUTS = frozenset(f for f, by in RULES.items() if by in (alpha_dropout, dropout, feature_dropout))
-_LIKE = frozenset((torch.rand_like, torch.randn_like, *spellings(["bernoulli", "bernoulli_"])))
+_DRAWS = OF_TENSORS | FILLS
 _ATTENTION = frozenset(spellings(["scaled_dot_product_attention"]))
 _RECURRENT = frozenset(spellings(["lstm", "gru", "rnn_tanh", "rnn_relu"]))
-# Functions that torch implements in Python with random functions inside.
-_OPENED = frozenset((F.multi_head_attention_forward,))
-_CHANGED = _DROPOUTS | _LIKE | NEW | _OPENED | _ATTENTION | _RECURRENT
+_CHANGED = _DROPOUTS | _DRAWS | NEW | OPENED | _ATTENTION | _RECURRENT
 _ATTENTION_NAMES = "query key value attn_mask dropout_p is_causal scale enable_gqa"
 
 
@@ -72,12 +70,12 @@ class SingleTrialMode(TorchFunctionMode):
         if func not in _CHANGED:  # most calls
             return func(*args, **kwargs)
         given = kwargs.get("generator") is not None or kwargs.get("out") is not None
-        if func in _DROPOUTS or (func in _LIKE and not given):
-            return self._by_rule(func, args, kwargs)
-        if func in NEW and kwargs.get("generator") is None:
+        if not given and is_new(func, args, kwargs):
             drawn = draw_new(self.streams, func, args, kwargs)[0]
             return drawn.requires_grad_() if kwargs.get("requires_grad") else drawn
-        if func in _OPENED:
+        if func in _DROPOUTS or (func in _DRAWS and not given):
+            return self._by_rule(func, args, kwargs)
+        if func in OPENED:
             with self:
                 return body_of(func)(*args, **kwargs)
         if func in _ATTENTION:
@@ -87,10 +85,14 @@ class SingleTrialMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _by_rule(self, func: Function, args: Arguments, kwargs: Options) -> Any:
-        given = dict(kwargs)
-        x = args[0] if args else given.pop("input")
-        wrapped = TrialTensor(x.unsqueeze(0), self.trials)
-        outcome = RULES[func](func, (wrapped, *args[1:]), given)
+        def wrap(x: Tensor) -> TrialTensor:
+            made.append((x, TrialTensor(x.unsqueeze(0), self.trials)))
+            return made[-1][1]
+
+        made: list[tuple[Tensor, TrialTensor]] = []
+        args, options = with_tensor(wrap, args, kwargs)
+        outcome = RULES[func](func, args, options)
+        x, wrapped = made[0]
         if outcome is wrapped:  # not active, or in place
             return x
         result: Tensor = outcome.stacked.squeeze(0)
