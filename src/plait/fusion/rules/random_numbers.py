@@ -157,7 +157,7 @@ def multinomial(function: Function, args: Arguments, kwargs: Options) -> Any:
     if any(given.get(name) is not None for name in ("generator", "out")):
         return refuse_random(function, args, kwargs)
     chances = x.stacked.detach().double()
-    if not x.is_cuda:  # torch says what is wrong; it draws from a generator of its own
+    if not x.is_cuda:  # torch says what is wrong, with another generator
         rows = chances.flatten(0, -2)
         torch.multinomial(rows, count, given["replacement"], generator=torch.Generator())
     if given["replacement"]:
