@@ -6,8 +6,9 @@ For each model of `plait bench fusion` and 1, 8 and 32 trials: the kernels of on
 that is captured as a CUDA graph, and that of an eager one, compared with `benchmarks/gpu_figures.json`. The
 exit status is 1 where a count rose by more than 2%, a captured time by more than 10%, or a step was not
 measured. Eager times depend on the host and are only shown. `--write` keeps what was measured, with machine
-and versions; all takes less than eight minutes on an H200. `--device cpu` tries the script itself: it counts
-the operations of the small models, keeps nothing and compares nothing.
+and versions; all takes less than eight minutes on an H200. `--longest 20` lists, instead of all this, the
+kernels on which the GPU spends the longest. `--device cpu` tries the script itself: it counts the operations
+of the small models, keeps nothing and compares nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import platform
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,11 @@ def kernels_of(step: Step, device: torch.device) -> int:
         with _Operations() as operations:
             step()
         return operations.count
+    return len(launched(step, device))
+
+
+def launched(step: Step, device: torch.device) -> list[tuple[str, float]]:
+    """The name of each kernel that a step launches on a GPU, with its milliseconds there."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         step()
         finish(device)
@@ -86,7 +94,7 @@ def kernels_of(step: Step, device: torch.device) -> int:
     on_gpu = [event for event in events if event.device_type == DeviceType.CUDA]
     # Ranges that torch names itself, such as an optimizer's step, are no kernels.
     kernels = [
-        event.name
+        (event.name, event.time_range.elapsed_us() / 1e3)
         for event in on_gpu
         if not event.name.startswith(NO_KERNELS) and not getattr(event, "is_user_annotation", False)
     ]
@@ -94,7 +102,21 @@ def kernels_of(step: Step, device: torch.device) -> int:
         raise RuntimeError(
             "the profiler saw no kernels: expected CUPTI, which comes with torch, to be usable"
         )
-    return len(kernels)
+    return kernels
+
+
+def longest(name: str, width: int, device: torch.device, most: int) -> str:
+    """Lines with the kernels on which the GPU spends most of a step: milliseconds, launches, name."""
+    step, inputs, _ = fused_parts(name, width, device)
+    for _ in range(WARM_UP):
+        step(*inputs)
+    spent: defaultdict[str, list[float]] = defaultdict(list)
+    for kernel, milliseconds_of_it in launched(lambda: step(*inputs), device):
+        spent[kernel].append(milliseconds_of_it)
+    ordered = sorted(spent.items(), key=lambda item: -sum(item[1]))
+    whole = sum(sum(each) for each in spent.values())
+    lines = [f"{sum(each):9.3f} {len(each):5}  {kernel[:100]}" for kernel, each in ordered[:most]]
+    return "\n".join([f"{name} x{width}: {whole:.3f} ms in kernels", *lines])
 
 
 class _Operations(TorchDispatchMode):
@@ -186,6 +208,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="keep what is measured")
     parser.add_argument("--models", nargs="+", help="default: all")
     parser.add_argument("--widths", nargs="+", type=int, default=list(WIDTHS))
+    parser.add_argument("--longest", type=int, help="list so many kernels of each step instead")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     asked = parser.parse_args()
     device = torch.device(asked.device)
@@ -198,6 +221,13 @@ def main() -> int:
     if unknown:
         print(f"gpu_guard: --models: found {unknown}, expected some of {known}", file=sys.stderr)
         return 2
+    if asked.longest and device.type == "cpu":
+        print("gpu_guard: --longest: found a CPU, expected a GPU", file=sys.stderr)
+        return 2
+    if asked.longest:
+        for name, width in product(names, asked.widths):
+            print(longest(name, width, device, asked.longest), flush=True)
+        return 0
     began, machine = time.perf_counter(), machine_of(device)
     print(f"{machine['machine']}, torch {machine['torch']}, CUDA {machine['cuda']}; {' '.join(sys.argv)}")
     kept = read_kept(machine) if device.type == "cuda" else {}
