@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from plait.fusion.dispatch.fallback import body_of, is_in_place
+from plait.fusion.dispatch.made_tensors import MadeTensors
 from plait.fusion.dispatch.one_trial import one_trial, stack_outcomes
 from plait.fusion.dispatch.refusals import (
     RANDOM,
@@ -18,7 +19,7 @@ from plait.fusion.dispatch.refusals import (
     refuse_shared_target,
 )
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, spellings
-from plait.fusion.dispatch.separation import Separation, is_whole
+from plait.fusion.dispatch.separation import Separation
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, leaves, unwrap, wrap
 from plait.fusion.rules.dropout import streams_of
 from plait.fusion.rules.random_numbers import FILLS, NEW, OF_TENSORS, OPENED, draw_new, is_new, with_tensor
@@ -31,10 +32,6 @@ _RECURRENT = frozenset(spellings(["lstm", "gru", "rnn_tanh", "rnn_relu"]))
 # Functions with a draw inside.
 _DRAWS_INSIDE = _ATTENTION | _RECURRENT | OPENED
 _REFUSED = frozenset(spellings(RANDOM.split()))
-_NEW = "zeros ones empty full tensor arange linspace eye new_tensor"
-_ALIKE = "zeros_like ones_like empty_like full_like new new_zeros new_ones new_empty new_full"
-_COPIES = "clone repeat contiguous to type type_as cpu cuda float double half bfloat16 int long bool"
-_MAKERS = frozenset(spellings(f"{_NEW} {_ALIKE} {_COPIES}".split()))
 _RANDOM = _DRAWS | _DRAWS_INSIDE | NEW | FILLS | _REFUSED
 
 
@@ -45,8 +42,7 @@ class TrialMode(TorchFunctionMode):
         super().__init__()
         self.trials = trials
         self._separation = separation
-        # Marks the memory of tensors that were made in this forward.
-        self._mark = object()
+        self._made = MadeTensors(trials)
 
     def __torch_function__(
         self, func: Function, types: Any, args: Arguments = (), kwargs: Options | None = None
@@ -75,17 +71,19 @@ class TrialMode(TorchFunctionMode):
         is_checked = not PerTrial.made_any or TrialTensor in types
         if not is_checked and (has_per_trial(args) or (kwargs and has_per_trial(kwargs.values()))):
             return self._each(func, args, kwargs)
+        if types == (Tensor,) and len(args) == 2 and type(args[1]) is TrialTensor:  # a property is set
+            types = (TrialTensor,)
         if types == (TrialTensor,):  # what torch would call next
             try:
                 return TrialTensor.__torch_function__(func, types, args, kwargs)
             except SharedTargetError:
-                if not self._takes_target(args):
+                if not (args and self._made.take(args[0])):
                     raise
             return self.__torch_function__(func, types, args, kwargs)
-        made = func(*args, **kwargs)
-        if func in _MAKERS and type(made) is Tensor and not _are_views(made, args):
-            made.untyped_storage().__dict__["plait_made_in"] = self._mark
-        return made
+        outcome = func(*args, **kwargs)
+        if not types:
+            self._made.note(func, args, kwargs, outcome)
+        return outcome
 
     def _draw_inside(self, func: Function, args: Arguments, kwargs: Options) -> Any:
         """A function on shared tensors: computed once, unless it draws numbers, which differ by trial."""
@@ -104,32 +102,10 @@ class TrialMode(TorchFunctionMode):
         return RULES[func](func, args, {**kwargs, "query": self._with_trials_axis(kwargs["query"])})
 
     def _fill(self, func: Function, args: Arguments, kwargs: Options) -> Any:
-        """A tensor that is filled with numbers: from now on each trial's."""
-        if not self._takes_target(args):
-            if not is_whole(args[0]):
-                return refuse_random(func, args, kwargs)
-            self._take(args[0])
-        return self.__torch_function__(func, (), args, kwargs)
-
-    def _takes_target(self, args: Arguments) -> bool:
-        """Whether the first argument was made in this forward; then it becomes each trial's, with its values.
-
-        Another is the user's, or that of another forward, where it would have to have one value.
-        """
-        target = args[0]
-        if isinstance(target, TrialTensor):
-            return False
-        base = target._base if target._base is not None else target
-        is_made = getattr(base.untyped_storage(), "plait_made_in", None) is self._mark
-        if not is_made or type(base) is not Tensor or not is_whole(base) or base.requires_grad:
-            return False
-        self._take(base)
-        return True
-
-    def _take(self, tensor: Tensor) -> None:
-        if self._separation is None:
-            self._separation = Separation((), self.trials)
-        self._separation.take(tensor)
+        """A tensor that is filled with numbers, from now on each trial's."""
+        if not self._made.take(args[0]):
+            return refuse_random(func, args, kwargs)
+        return self.__torch_function__(func, (TrialTensor,), args, kwargs)
 
     def _each(self, func: Function, args: Arguments, kwargs: Options) -> Any:
         """A call on shared tensors with a hyperparameter that differs by trial: one result per trial."""
@@ -147,12 +123,6 @@ class TrialMode(TorchFunctionMode):
             return x
         expanded: TrialTensor = wrap(unwrap(x, self.trials), self.trials)
         return expanded
-
-
-def _are_views(made: Tensor, args: Arguments) -> bool:
-    """Whether a tensor that was made of the first argument has the memory of that."""
-    first = args[0] if args else None
-    return isinstance(first, Tensor) and first.untyped_storage() is made.untyped_storage()
 
 
 def _has_trials(values: Any) -> bool:

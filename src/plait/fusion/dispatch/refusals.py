@@ -15,7 +15,7 @@ from plait.fusion.errors import FusionError, user_line
 # Functions that return values to Python, which can take only one branch.
 _VALUES = (
     "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __array__ is_nonzero equal "
-    "allclose nonzero argwhere unique unique_consecutive masked_select bincount __contains__"
+    "__dlpack__ allclose nonzero argwhere unique unique_consecutive masked_select bincount __contains__"
 )
 # Those among them that return one value: allowed if all trials have the same.
 _SCALARS = "item __bool__ __int__ __float__ __index__ is_nonzero equal allclose __contains__"

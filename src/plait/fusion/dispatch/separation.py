@@ -32,7 +32,7 @@ class Separation:
     def __init__(self, slots: Sequence[Slot], trials: Trials) -> None:
         self._slots = slots
         self._trials = trials
-        # Tensors that trials shared, with the trials' copies.
+        # Tensors that were shared at the beginning of the forward, with the trials' copies.
         self._separated: list[tuple[Tensor, TrialTensor]] = []
 
     def __call__(self, function: Function, args: Arguments, kwargs: Options) -> tuple[Arguments, Options]:
@@ -51,12 +51,6 @@ class Separation:
         changed: tuple[Arguments, Options] = pytree.tree_map(self._current, (args, kwargs))
         return changed
 
-    def take(self, tensor: Tensor) -> None:
-        """Make a tensor, which is whole, that of each trial; views of it will be, from the next call on."""
-        plain = TrialTensor.in_place_of(tensor, self._trials)
-        assert isinstance(tensor, TrialTensor)
-        self._separated.append((plain, tensor))
-
     def _separate(self, written: Tensor) -> None:
         """Give each trial a copy of the shared tensors in the memory that is about to be written."""
         memory = _memory(written)
@@ -68,7 +62,7 @@ class Separation:
             return value
         for before, own in self._separated:
             if value is before or _memory(value) == _memory(before):
-                return TrialTensor(_same_view(value, before, own), self._trials)
+                return TrialTensor(_same_view(value, before, own.stacked), self._trials)
         return value
 
 
@@ -113,14 +107,11 @@ def _memory(tensor: Tensor) -> int:
     return memory
 
 
-def _same_view(view: Tensor, tensor: Tensor, own: TrialTensor) -> Tensor:
-    """The elements of `own`, the trials' copies of `tensor`, that `view` has of that."""
+def _same_view(view: Tensor, tensor: Tensor, stacked: Tensor) -> Tensor:
+    """The elements of `stacked`, the trials' copies of `tensor`, that `view` has of it."""
     offset = view.storage_offset() - tensor.storage_offset()
-    stacked = own.stacked
-    if view is not tensor and view._base is not own:  # detached
-        stacked = stacked.detach()
     if view.shape == tensor.shape and view.stride() == tensor.stride() and offset == 0:
-        return stacked
+        return stacked.detach() if view is not tensor else stacked
     if not tensor.is_contiguous() or offset < 0 or view.requires_grad:
         raise FusionError(
             f"{user_line()}\n  writes to a view of a tensor that all trials share",
@@ -128,4 +119,4 @@ def _same_view(view: Tensor, tensor: Tensor, own: TrialTensor) -> Tensor:
         )
     # Each trial's copy is contiguous, and so is the tensor.
     strides = (tensor.numel(), *view.stride())
-    return stacked.as_strided((len(stacked), *view.shape), strides, offset)
+    return stacked.detach().as_strided((len(stacked), *view.shape), strides, offset)

@@ -7,7 +7,6 @@ Operations without a rule use torch.func.vmap, or a loop over the trials.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -118,20 +117,6 @@ class TrialTensor(torch.Tensor):
         if pending is not None:
             trials.note_pending(made)
         return made
-
-    @staticmethod
-    def in_place_of(tensor: Tensor, trials: Trials) -> Tensor:
-        """Turn a plain tensor into that of each trial, for all who hold it; returns a plain view of it.
-
-        Its own memory, which earlier views still have, becomes NaN, so that no read of that goes unnoticed.
-        """
-        plain, stacked = tensor.detach(), torch.stack([tensor.detach()] * trials.count)
-        if plain.is_floating_point():
-            tensor.fill_(math.nan)
-        tensor.__class__ = TrialTensor
-        assert type(tensor) is TrialTensor
-        tensor._stacked, tensor.pending, tensor.trials = stacked, None, trials
-        return plain
 
     @property
     def stacked(self) -> Tensor:

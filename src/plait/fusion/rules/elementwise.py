@@ -101,10 +101,8 @@ def elementwise(function: Function, args: Arguments, kwargs: Options) -> Any:
         return unary(function, args, kwargs)
     trials = trials_of(*args) if not kwargs else trials_of(args, kwargs)
     in_place = is_in_place(function)
-    if in_place and not isinstance(args[0], TrialTensor):
-        if not function.__name__.startswith("__i"):
-            refuse_shared_target(function, args)
-        function, in_place = getattr(torch.Tensor, "__" + function.__name__[3:]), False
+    if in_place:
+        refuse_shared_target(function, args)
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     dims = max(operand.dim() for operand in operands)
     if in_place and args[0].dim() < dims:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.fusion.dispatch.refusals import refuse_passed_by
+from plait.fusion.dispatch.refusals import refuse_passed_by, refuse_shared_target
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, getter
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, unwrap
 from plait.fusion.errors import FusionError, user_line
@@ -71,6 +71,7 @@ def gradient(function: Function, args: Arguments, kwargs: Options) -> Any:
 
 def set_data(function: Function, args: Arguments, kwargs: Options) -> None:
     """Set `tensor.data`, in all trials."""
+    refuse_shared_target(function, args)
     x, value = args
     inner = unwrap(value, x.trials).detach()
     x.stacked.data = inner if isinstance(value, TrialTensor) else inner.clone()
@@ -81,6 +82,7 @@ def set_requires_grad(function: Function, args: Arguments, kwargs: Options) -> N
 
 
 def set_gradient(function: Function, args: Arguments, kwargs: Options) -> None:
+    refuse_shared_target(function, args)
     x, value = args
     x.stacked.grad = None if value is None else unwrap(value, x.trials).clone()
 
