@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from fused_checks import CLOSE, alone, assert_equals_lone_models, fuse, make_models
 from torch import nn
-from torch.distributions import Categorical, Laplace, Normal, Uniform
+from torch.distributions import Beta, Categorical, Exponential, Laplace, Normal, Uniform
 from torch.utils.checkpoint import checkpoint
 
 from plait.fusion import FusionError, Shared, group_by_shape
@@ -254,6 +254,19 @@ def test_a_part_of_a_tensor_of_anothers_is_not_filled_with_numbers_of_the_trials
     assert not whole.any()
 
 
+shared_waits = Exponential(torch.tensor(0.5, dtype=torch.float64))
+
+
+class Draws(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x + torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
 def partly_noisy(x):
     noise = torch.zeros(x.shape, dtype=x.dtype)
     noise[:, 1].normal_(1.0, 2.0)
@@ -284,6 +297,10 @@ DRAWS = {
     "some of which trials share": lambda x: x + torch.multinomial(torch.ones(9), 4),
     "gumbel softmax": lambda x: F.gumbel_softmax(x, hard=True) * x,
     "gumbel softmax that trials share": lambda x: F.gumbel_softmax(torch.ones(6, 4, dtype=x.dtype)) * x,
+    "numbers of 32 bits and more": lambda x: x + torch.randint(0, 2**40, (4,)) * 2.0**-40,
+    "complex numbers": lambda x: x * torch.randn(4, dtype=torch.complex128).imag,
+    "within an autograd function": lambda x: Draws.apply(x),
+    "twice from what trials share": lambda x: x + shared_waits.sample((4,)) - shared_waits.sample((6, 1)),
     "distributions": lambda x: Normal(x, x.exp()).rsample() + Categorical(logits=x).sample()[:, None],
     "more distributions": lambda x: Laplace(x, 1.0).rsample() + Uniform(x, x + 1).sample(),
 }
@@ -307,6 +324,56 @@ def test_each_trial_draws_its_own_numbers_as_it_does_alone(draw):
                 torch.testing.assert_close(together[number], run(model, x[number]), **CLOSE)
         together.sum().backward()
     assert torch.equal(before, torch.get_rng_state())
+
+
+class Scaled(nn.Module):
+    def __init__(self, std):
+        super().__init__()
+        self.std = std
+
+    def forward(self, x):
+        return x + torch.normal(0.0, self.std, size=(4,)) + torch.empty(4).normal_(0.0, self.std)
+
+
+def test_a_deviation_that_differs_by_trial_is_that_of_its_numbers():
+    fused, x = fuse([Scaled(0.5), Scaled(2.0)], seeds=[0, 1]), data(2, 4)
+    found = fused(x)
+    for number, std in enumerate((0.5, 2.0)):
+        own = fuse([Scaled(std)], seeds=[number])(x[number : number + 1])
+        torch.testing.assert_close(found[number], own[0], **CLOSE)
+
+
+def test_draws_that_no_call_shows_are_refused():
+    fused = fuse([nn.Identity(), nn.Identity()])
+    for draw in (
+        lambda x: x + Beta(0.4, 0.4).sample(),
+        lambda x: x + nn.init.normal_(torch.empty(4)),
+        lambda x: nn.Linear(4, 1).double()(x),
+    ):
+        with pytest.raises(FusionError, match="draws from torch's generator within another function"):
+            fused.map(draw, data(2, 4))
+
+
+def test_numbers_of_a_given_generator_are_the_same_for_all_trials():
+    fused, x = fuse([nn.Identity(), nn.Identity()]), data(2, 4)
+    seeded = lambda: torch.Generator().manual_seed(1)  # noqa: E731
+    for draw in (
+        lambda x: torch.rand_like(x, generator=seeded()),
+        lambda x: torch.randint_like(x, 9, generator=seeded()),
+        lambda x: torch.empty_like(x).normal_(generator=seeded()),
+        lambda x: torch.randn(4, generator=seeded()),
+    ):
+        assert torch.equal(fused.map(draw, x), torch.stack([draw(x[0])] * 2))
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_uniform_numbers_of_few_digits_are_less_than_one(kind):
+    fused, x = fuse([nn.Identity(), nn.Identity()]), torch.zeros(2, 100_000, dtype=kind)
+    for draw in (torch.rand_like, lambda x: x.clone().uniform_(), lambda x: torch.rand(x.shape, dtype=kind)):
+        numbers = fused.map(draw, x).float()
+        assert numbers.min() >= 0
+        assert numbers.max() < 1
+        assert numbers.mean().item() == pytest.approx(0.5, abs=0.01)
 
 
 def test_random_numbers_have_their_distributions():

@@ -236,3 +236,26 @@ def test_class_weights_as_long_as_the_batch_are_no_rows():
     with fused.padded([2, 4]):
         found = fused(x, y)
     assert found[0].item() == pytest.approx(models[0](x[0, :2], y[0, :2]).item(), abs=1e-12)
+
+
+NOISES = {
+    "like the outputs": lambda o: F.mse_loss(o, torch.randn_like(o)),
+    "of their shape": lambda o: F.mse_loss(o, torch.randn(o.shape, dtype=o.dtype)),
+    "dropped": lambda o: F.l1_loss(F.dropout(o), o),
+    "dropped twice, time first": lambda o: F.mse_loss(
+        F.dropout(F.dropout(o.transpose(0, 1))).transpose(0, 1), o
+    ),
+    "zeros and ones": lambda o: F.binary_cross_entropy_with_logits(o, torch.bernoulli(o.sigmoid())),
+    "filled": lambda o: F.mse_loss(o, torch.empty(o.shape, dtype=o.dtype).normal_()),
+}
+
+
+@pytest.mark.parametrize("loss", NOISES.values(), ids=NOISES)
+def test_losses_with_random_numbers_are_of_the_real_rows(loss):
+    x = torch.randn(2, 6, 3, dtype=torch.float64)
+    both = fuse([nn.Identity() for _ in range(2)], seeds=[0, 1])
+    with both.padded([2, 6]):
+        found = both.map(loss, x)
+    for number, count in enumerate((2, 6)):
+        own = fuse([nn.Identity()], seeds=[number]).map(loss, x[number : number + 1, :count])
+        torch.testing.assert_close(found[number], own[0], rtol=0, atol=1e-12)

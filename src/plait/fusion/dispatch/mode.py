@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from plait.fusion.dispatch.fallback import body_of, is_in_place
+from plait.fusion.dispatch.fallback import body_of, draw_marks, is_in_place
 from plait.fusion.dispatch.made_tensors import MadeTensors
 from plait.fusion.dispatch.one_trial import one_trial, stack_outcomes
 from plait.fusion.dispatch.refusals import (
     RANDOM,
     SharedTargetError,
+    refuse_hidden_draws,
     refuse_random,
     refuse_shared_target,
 )
@@ -44,6 +45,16 @@ class TrialMode(TorchFunctionMode):
         self._separation = separation
         self._made = MadeTensors(trials)
 
+    def __enter__(self) -> TrialMode:
+        self._draws = draw_marks()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        super().__exit__(kind, *rest)  # type: ignore[no-untyped-call]
+        if kind is None and self._draws != draw_marks():
+            refuse_hidden_draws()
+
     def __torch_function__(
         self, func: Function, types: Any, args: Arguments = (), kwargs: Options | None = None
     ) -> Any:
@@ -55,13 +66,14 @@ class TrialMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _RANDOM:
             if is_new(func, args, kwargs):
-                if func is torch.randperm and self.trials.rows is not None:  # of the rows of each trial
-                    return refuse_random(func, args, kwargs)
+                rows = self.trials.rows
+                if func is torch.randperm and rows is not None and args[:1] == (rows.length,):
+                    return refuse_random(func, args, kwargs)  # each trial has its own number of rows
                 drawn = draw_new(streams_of(self.trials), func, args, kwargs)
                 return TrialTensor(drawn.requires_grad_(bool(kwargs.get("requires_grad"))), self.trials)
             if func in _DRAWS:
                 args, kwargs = with_tensor(self._with_trials_axis, args, kwargs)
-                return RULES[func](func, args, kwargs)
+                return TrialTensor.compute(RULES[func], func, args, kwargs)
             if not _has_trials((args, kwargs)):
                 if func in FILLS:
                     return self._fill(func, args, kwargs)
@@ -81,7 +93,7 @@ class TrialMode(TorchFunctionMode):
                     raise
             return self.__torch_function__(func, types, args, kwargs)
         outcome = func(*args, **kwargs)
-        if not types:
+        if TrialTensor not in types:
             self._made.note(func, args, kwargs, outcome)
         return outcome
 

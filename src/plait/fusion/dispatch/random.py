@@ -17,6 +17,8 @@ from plait.fusion.errors import FusionError, user_line
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 32) - 1
+# Of the types in which a number of 24 bits would be rounded to 1.
+_DIGITS = {torch.float16: 11, torch.bfloat16: 8}
 # The most numbers of all trials that are computed before they are asked for, of 4 bytes each.
 _MOST_AHEAD = 1 << 20
 # The count of draws before, of all trials or of each, and the number of elements in a trial.
@@ -154,11 +156,17 @@ class Streams:
         self.calls = counts + 1 if isinstance(counts, int) else tuple(calls + 1 for calls in counts)
 
     def uniform(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Numbers in [0, 1) with 24 random bits, of shape (trials, *shape)."""
-        return ((self.bits(shape) >> 8) & 0xFFFFFF).to(dtype) * 2.0**-24
+        """Numbers in [0, 1) with 24 random bits, or as many as the type has, of shape (trials, *shape)."""
+        if dtype.is_complex:
+            return torch.complex(*(self.uniform(shape, dtype.to_real()) for _ in range(2)))
+        digits = _DIGITS.get(dtype, 24)
+        wide = torch.promote_types(dtype, torch.float32)
+        return (((self.bits(shape) >> 32 - digits) & (1 << digits) - 1).to(wide) * 2.0**-digits).to(dtype)
 
     def normal(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Standard normal numbers by the Box-Muller transform, of shape (trials, *shape)."""
+        if dtype.is_complex:
+            return torch.complex(*(self.normal(shape, dtype.to_real()) for _ in range(2))) * math.sqrt(0.5)
         wide = torch.promote_types(dtype, torch.float32)
         radius = (-2.0 * torch.log1p(-self.uniform(shape, wide))).sqrt()
         angle = self.uniform(shape, wide) * (2.0 * math.pi)
@@ -166,11 +174,13 @@ class Streams:
 
     def integers(self, shape: tuple[int, ...], low: int, high: int) -> Tensor:
         """Whole numbers from `low` to before `high`, of shape (trials, *shape)."""
-        if not 0 < high - low < 1 << 31:
-            raise FusionError(
-                f"random integers: found {high - low} from {low} on, expected 1 to 2**31 - 1 to draw from"
-            )
-        return ((self.bits(shape).to(torch.int64) & _WORD) * (high - low) >> 32) + low
+        count = high - low
+        if not 0 < count < 1 << 62:
+            raise FusionError(f"random integers: found {count} from {low} on, expected 1 to 2**62")
+        words = self.bits(shape).to(torch.int64) & _WORD
+        if count < 1 << 31:
+            return (words * count >> 32) + low
+        return ((words << 31) | (self.bits(shape).to(torch.int64) & (1 << 31) - 1)) % count + low
 
     def keep(self, shape: tuple[int, ...], chance: float | tuple[float, ...], dtype: torch.dtype) -> Tensor:
         """The dropout mask: 1 / (1 - p) or 0 per element, where p is the `chance` to drop it."""

@@ -20,6 +20,7 @@ _VALUES = (
 # Those among them that return one value: allowed if all trials have the same.
 _SCALARS = "item __bool__ __int__ __float__ __index__ is_nonzero equal allclose __contains__"
 _RESHAPING = "transpose_ t_ squeeze_ unsqueeze_ resize_ resize_as_ swapaxes_ swapdims_ set_"
+_STREAMED = "rand, randn, normal, randint, randperm, bernoulli, multinomial, exponential_ or dropout"
 RANDOM = "rrelu rrelu_ geometric_ cauchy_ log_normal_ poisson random_"
 
 
@@ -115,11 +116,25 @@ def refuse_values(function: Function, args: Arguments, kwargs: Options) -> Any:
 @rule(*RANDOM.split())
 def refuse_random(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Raise FusionError for a draw from torch's generator, which all trials share."""
-    name = name_of(function)
+    name, own = name_of(function), "of which each trial has its own stream"
+    if name.removesuffix("_") in f"{RANDOM} {_STREAMED}".split() and name not in RANDOM.split():
+        raise FusionError(
+            f"{user_line()}\n  draws from torch's generator ({name}), as it is called here, which all trials "
+            f"share; draw into a new tensor without out= or a generator, {own}"
+        )
     raise FusionError(
-        f"{user_line()}\n  draws from torch's generator ({name}), which all trials share; use rand, "
-        f"randn, normal, randint, randperm, bernoulli, multinomial, exponential_ or dropout, of which each "
-        f"trial has its own stream"
+        f"{user_line()}\n  draws from torch's generator ({name}), which all trials share; "
+        f"use {_STREAMED}, {own}"
+    )
+
+
+def refuse_hidden_draws() -> NoReturn:
+    """Raise FusionError after a forward in which torch's generator was used where no call could be seen."""
+    raise FusionError(
+        f"the forward, or a function given to map, draws from torch's generator within another function "
+        f"(such as torch.distributions.Beta or nn.init), which all trials share; use {_STREAMED}, of which "
+        f"each trial has its own stream",
+        "name the module in fuse(..., unfused=[...])",
     )
 
 

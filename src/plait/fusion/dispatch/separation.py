@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -48,7 +49,9 @@ class Separation:
                     self._separate(value)
         if not self._separated or not _has_plain((*args, *kwargs.values())):
             return args, kwargs
-        changed: tuple[Arguments, Options] = pytree.tree_map(self._current, (args, kwargs))
+        changed: tuple[Arguments, Options] = pytree.tree_map(
+            self._current, (args, kwargs), is_leaf=lambda value: isinstance(value, torch.Size)
+        )
         return changed
 
     def _separate(self, written: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -253,6 +254,15 @@ RULES[torch.autograd.grad] = gradients
 RULES[F.gaussian_nll_loss] = loop
 
 
+def _find_rows(values: Sequence[Any]) -> None:
+    """Take the first axis of what was made anew, such as random targets, for the rows that outputs have."""
+    ours = [value for value in values if isinstance(value, TrialTensor)]
+    shapes = {value.shape for value in ours if value.rows_at == 0}
+    for value in ours:
+        if value.rows_at is None and value.shape in shapes:
+            value.rows_at = 0
+
+
 def _over_own_rows(usual: Rule) -> Rule:
     """`usual`; with padded batches the loss trial by trial, each without padding rows."""
 
@@ -261,6 +271,7 @@ def _over_own_rows(usual: Rule) -> Rule:
         if rows is None:
             return usual(function, args, kwargs)
         require_rows_first(function.__name__, args, kwargs)
+        _find_rows([*args[:2], kwargs.get("input"), kwargs.get("target")])
         return loop(function, args, kwargs, rows)
 
     return takes_per_trial(loss) if usual in PER_TRIAL_RULES else loss

@@ -24,15 +24,18 @@ from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.rules.dropout import drawn
 from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.rules.shapes import sizes
-from plait.fusion.trials.per_trial import PerTrial
-
-# How far apart uniform numbers are.
-_LEAST = 2.0**-24
+from plait.fusion.trials.per_trial import PerTrial, on_device
 
 
 def _exponential(streams: Streams, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
     """Positive numbers, whose logarithms are finite."""
-    return -torch.log1p(-streams.uniform(shape, kind)).clamp(max=-_LEAST / 2)
+    return -torch.log1p(-streams.uniform(shape, kind)).clamp(max=-(2.0**-25))
+
+
+def _waits(streams: Streams, shape: tuple[int, ...]) -> Tensor:
+    """The same with 48 random bits, for what is rare among several."""
+    fine = streams.uniform(shape, torch.float64) * 2.0**-24
+    return -torch.log1p(-(streams.uniform(shape, torch.float64) + fine)).clamp(max=-(2.0**-50))
 
 
 _Numbers = Callable[[Streams, tuple[int, ...], torch.dtype], Tensor]
@@ -81,30 +84,37 @@ def fill(function: Function, args: Arguments, kwargs: Options) -> Any:
     defaults, draw, make = _FILLS[function.__name__]
     given = arguments_of(f"input {' '.join(defaults)}", defaults, args, kwargs)
     x, options = given["input"], [given[name] for name in defaults]
-    if not isinstance(x, TrialTensor) or given.get("generator") is not None:
+    if not isinstance(x, TrialTensor):
         return refuse_random(function, args, kwargs)
+    if (generator := given.get("generator")) is not None:  # whose numbers are the same for all trials
+        x.stacked.copy_(function(torch.empty_like(x.stacked[0]), *options, generator=generator))
+        return x
     if not any(isinstance(value, (PerTrial, Tensor)) for value in options):
         # Torch says what is wrong.
         function(torch.empty(1, dtype=x.dtype), *options, generator=torch.Generator())
     placed = [align_operand(value, x.dim(), x) for value in options]
     kind = torch.promote_types(x.dtype, torch.float32)
-    numbers = drawn(x, tuple(x.shape), lambda streams, shape: draw(streams, shape, kind))
-    x.stacked.copy_(make(numbers, *placed))
+    own = x.dtype if function.__name__ == "uniform_" else kind  # less than 1 when it is rounded
+    numbers = drawn(x, tuple(x.shape), lambda streams, shape: draw(streams, shape, own))
+    x.stacked.copy_(make(numbers.to(kind), *placed))
     return x
 
 
 @rule("rand_like", "randn_like")
 def random_like(function: Function, args: Arguments, kwargs: Options) -> Any:
-    x = args[0] if args else kwargs["input"]
-    kind = kwargs.get("dtype") or x.dtype
+    x, kind = args[0], kwargs.get("dtype") or args[0].dtype
+    if kwargs.get("generator") is not None:  # whose numbers are the same for all trials
+        return function(x.stacked[0], **kwargs)
     draw = Streams.uniform if function.__name__ == "rand_like" else Streams.normal
     numbers = drawn(x, tuple(x.shape), lambda streams, shape: draw(streams, shape, kind))
-    return TrialTensor(numbers, x.trials)
+    return TrialTensor(numbers.requires_grad_(bool(kwargs.get("requires_grad"))), x.trials)
 
 
 @rule("randint_like")
 def integers_like(function: Function, args: Arguments, kwargs: Options) -> Any:
     x, *limits = args
+    if kwargs.get("generator") is not None:
+        return function(x.stacked[0], *limits, **kwargs)
     low, high = _limits(limits, kwargs)
     numbers = drawn(x, tuple(x.shape), lambda streams, shape: streams.integers(shape, low, high))
     return TrialTensor(numbers.to(kwargs.get("dtype") or x.dtype), x.trials)
@@ -125,6 +135,8 @@ def bernoulli(function: Function, args: Arguments, kwargs: Options) -> Any:
     if not isinstance(x, TrialTensor) or any(given.get(name) is not None for name in ("generator", "out")):
         return refuse_random(function, args, kwargs)
     chance = x.stacked if p is None else align_operand(p, x.dim(), x)
+    if not x.is_cuda and p is None:  # torch says what is wrong, with another generator
+        torch.bernoulli(chance.detach(), generator=torch.Generator())
     kind = torch.promote_types(x.dtype, torch.float32)
     ones = drawn(x, tuple(x.shape), lambda streams, shape: streams.uniform(shape, kind)) < chance
     outcome = ones.to(x.dtype)
@@ -144,6 +156,8 @@ def normal(function: Function, args: Arguments, kwargs: Options) -> Any:
     shape = torch.broadcast_shapes(*(value.shape for value in tensors))
     ours = [value for value in tensors if isinstance(value, TrialTensor)]
     like = next((value for value in ours if value.shape == shape), ours[0])
+    if not like.is_cuda and isinstance(std, float):
+        torch.normal(0.0, std, (1,), generator=torch.Generator())  # torch says what is wrong
     numbers = drawn(like, tuple(shape), lambda streams, own: streams.normal(own, like.dtype))
     mean, std = (align_operand(value, len(shape), like) for value in (mean, std))
     return TrialTensor((numbers * std + mean).detach(), like.trials)
@@ -167,8 +181,15 @@ def multinomial(function: Function, args: Arguments, kwargs: Options) -> Any:
         # Of what is never drawn the sum is that of its neighbour.
         found = torch.searchsorted(sums, numbers, right=True)
         return TrialTensor(found.minimum((chances > 0).cumsum(-1).argmax(-1, keepdim=True)), x.trials)
-    waits = drawn(x, tuple(x.shape), lambda streams, own: _exponential(streams, own, torch.float64))
+    waits = drawn(x, tuple(x.shape), _waits)
     return TrialTensor((waits / chances).topk(count, largest=False).indices, x.trials)
+
+
+def _for_each(value: Any, dims: int, kind: torch.dtype) -> Any:
+    """A number, or those of the trials before `dims` axes."""
+    if not isinstance(value, PerTrial):
+        return value
+    return on_device(value.values, kind, torch.device("cpu")).view(-1, *(1,) * dims)
 
 
 def draw_new(streams: Streams, function: Function, args: Arguments, kwargs: Options) -> Tensor:
@@ -176,7 +197,9 @@ def draw_new(streams: Streams, function: Function, args: Arguments, kwargs: Opti
     kind = kwargs.get("dtype") or torch.get_default_dtype()
     if function is torch.normal:
         given = arguments_of("mean std size", {}, args, kwargs)
-        numbers = streams.normal(tuple(given["size"]), kind) * given["std"] + given["mean"]
+        size = tuple(given["size"])
+        mean, std = (_for_each(given[name], len(size), kind) for name in ("mean", "std"))
+        numbers = streams.normal(size, kind) * std + mean
     elif function is torch.randperm:
         count = args[0] if args else kwargs["n"]
         numbers = streams.bits((count,)).argsort(stable=True).to(kwargs.get("dtype") or torch.int64)

@@ -43,7 +43,7 @@ def is_row_wise(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     """Whether `function` gives the same for the rows of all trials as for those of each; tried once."""
     x = args[at].stacked
     if len(x) == 1:
-        return True
+        return False
     key = (getattr(function, "owner", function), tuple(map(_kind, leaves((args, kwargs)))))
     if key not in _known:
         if isinstance(x, FakeTensor) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -67,7 +67,7 @@ def _agrees(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     # Unlike sizes, so that what depends on other rows shows.
     sizes = torch.arange(1.0, len(x) + 1).view(-1, *(1,) * (x.dim() - 1))
     drawn = (torch.randn(x.shape, generator=generator) * sizes).to(x)
-    before = draw_marks()
+    before, state = draw_marks(), torch.get_rng_state()
     with torch.enable_grad():
         try:
             each = [_with_gradient(function, args, kwargs, at, rows) for rows in drawn]
@@ -76,7 +76,10 @@ def _agrees(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             raise
         except Exception:  # the user's code may expect rows of one trial
             return False
-    if draw_marks() != before or len({len(one) for one in (*each, once)}) > 1:
+    if draw_marks() != before:
+        torch.set_rng_state(state)
+        return False
+    if len({len(one) for one in (*each, once)}) > 1:
         return False
     pairs = [(torch.cat(parts), whole) for parts, whole in zip(zip(*each), once)]
     return all(a.shape == b.shape and _is_close(a, b) for a, b in pairs)
