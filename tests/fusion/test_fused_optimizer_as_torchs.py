@@ -398,3 +398,21 @@ def test_gradients_are_reset_to_none_or_to_zeros_as_torch_does():
     assert all(not parameter.grad.any() for parameter in fused.module.parameters())
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in fused.module.parameters())
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
+def test_a_parameter_that_is_brought_into_another_order_goes_on_as_before(kind):
+    models = [nn.Conv2d(3, 4, 3).double() for _ in range(2)]
+    fused, other = fuse(models), fuse(models)
+    optimizers = [FusedOptimizer(each, kind, lr=0.05) for each in (fused, other)]
+    for step in range(4):
+        x = torch.randn(2, 2, 3, 6, 6, dtype=torch.float64)
+        if step == 2:
+            fused.channels_last()
+        for each, optimizer in zip((fused, other), optimizers):
+            optimizer.zero_grad()
+            each(x).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(
+        dict(fused.named_parameters()), dict(other.named_parameters()), rtol=0, atol=1e-12
+    )

@@ -408,3 +408,228 @@ def test_a_hook_on_the_gradient_of_all_trials_is_refused_where_trials_run_one_by
         FusionError, match=r"gradient of 'weight' would not be called, since Linear runs trial by"
     ):
         fused(batches(1)[0])
+
+
+class Teacher(Base):
+    """Follows its layer by a moving average of a frozen copy, which all trials share at first."""
+
+    def __init__(self, follows):
+        super().__init__()
+        self.average = nn.Linear(6, 6, bias=False).requires_grad_(False)
+        nn.init.eye_(self.average.weight)
+        self.follows, self.calls = follows, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.follows(self, x):
+            with torch.no_grad():
+                self.average.weight.mul_(0.9).add_(self.layer.weight, alpha=0.1)
+        return self.layer(x) - self.average(x)
+
+
+def test_a_shared_tensor_to_which_later_trials_write_first_becomes_each_trials():
+    inputs = batches().abs()
+    inputs[:, 0] *= -1
+    models = make_models(lambda: Teacher(lambda own, x: x.mean() > 0))
+    before = models[0].average.weight.clone()
+    fused = assert_trains_as_alone(None, [""], inputs, models=models)
+    assert not fused.shared
+    assert torch.equal(models[0].average.weight, before)
+
+
+class LateTeacher(Base):
+    def __init__(self, write):
+        super().__init__()
+        self.average = nn.Linear(6, 6, bias=False).requires_grad_(False)
+        nn.init.eye_(self.average.weight)
+        self.register_buffer("seen", torch.ones(6))
+        self.write, self.calls = write, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 2:
+            self.write(self)
+        return self.layer(x) - self.average(x) * self.seen
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda own: own.average.weight.data.mul_(0.9).add_(own.layer.weight.data, alpha=0.1),
+        lambda own: own.seen.numpy().__imul__(0.5),
+    ],
+    ids=["data", "numpy"],
+)
+def test_a_late_write_past_the_version_counters_of_what_trials_share_is_refused(write):
+    fused, x = fuse(make_models(lambda: LateTeacher(write)), unfused=[""]), batches()
+    fused(x[0])
+    fused(x[1])
+    with pytest.raises(FusionError, match="which all trials share"):
+        fused(x[2])
+    fused.shared["average.weight"].data.mul_(0.5)  # between two forwards it is the user's own matter
+    other = fuse(make_models(lambda: LateTeacher(write)), unfused=[""])
+    for number in range(2):
+        other(x[number])
+        other.shared["average.weight"].data.mul_(0.5)
+
+
+class Thaws(Base):
+    def __init__(self, thaws):
+        super().__init__()
+        self.other = nn.Linear(6, 6).requires_grad_(not thaws)
+        self.thaws, self.calls = thaws, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 3:
+            self.other.requires_grad_(self.thaws)
+        return self.other(self.layer(x))
+
+
+@pytest.mark.parametrize("thaws", [False, True])
+def test_a_module_freezes_and_unfreezes_its_own_layers(thaws):
+    fused = fuse(make_models(lambda: Thaws(thaws)), unfused=[""], share="never")
+    singles = make_models(lambda: Thaws(thaws))
+    optimizer = FusedOptimizer(fused, "sgd", lr=LR)
+    optimizers = [torch.optim.SGD(single.parameters(), lr=LR) for single in singles]
+    for x in batches():
+        optimizer.zero_grad()
+        fused(x).square().sum().backward()
+        optimizer.step()
+        for single, own, each in zip(singles, optimizers, x):
+            own.zero_grad()
+            single(each).square().sum().backward()
+            own.step()
+    for number, single in enumerate(singles):
+        torch.testing.assert_close(
+            fused.trial(number).state_dict(), single.state_dict(), rtol=1e-9, atol=1e-9
+        )
+
+
+class Adjusted(Base):
+    def __init__(self):
+        super().__init__()
+        self.drop, self.scale = nn.Dropout(0.5), 1.0
+
+    def set_scale(self, scale):
+        self.scale = scale
+
+    def forward(self, x):
+        return self.drop(self.layer(x)) * self.scale
+
+
+def test_what_is_set_on_a_part_after_fusing_holds_for_all_trials():
+    models, x = make_models(Adjusted), batches()[0]
+    fused = fuse(models, unfused=[""])
+    fused(x)
+    for changed in (fused.module, *models):
+        changed.set_scale(0.1)
+        changed.drop.p = 0.0
+    fused = copy.deepcopy(fused)
+    together = fused(x)
+    for number, model in enumerate(models):
+        torch.testing.assert_close(together[number], model(x[number]), rtol=1e-12, atol=1e-12)
+        assert fused.trial(number).scale == 0.1
+    fused.module.layer.register_forward_hook(lambda *given: None)
+    with pytest.raises(FusionError, match="a hook on 'layer' would not be called"):
+        fused(x)
+
+
+def test_gradients_reach_parameters_that_were_assigned_from_a_state():
+    fused = fuse(make_models(Base), unfused=["layer"])
+    run = lambda: fused.call(lambda model, x: model.layer(x), batches()[0]).square().sum().backward()  # noqa: E731
+    run()
+    wanted = [parameter.grad.clone() for parameter in fused.parameters()]
+    fused.load_state_dict(copy.deepcopy(fused.state_dict()), assign=True)
+    run()
+    for parameter, gradient in zip(fused.parameters(), wanted):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+class SkipsInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.layer(x) if x.mean() > 0 else x * 2
+
+
+class UsesOutside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part, self.last = SkipsInside(), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.last(self.part(F.linear(x, self.part.layer.weight)))
+
+
+def test_a_weight_that_a_part_skips_moves_by_what_the_model_uses_it_for():
+    assert_trains_as_alone(UsesOutside, ["part"], kind="adam")
+
+
+class Marks(Base):
+    def forward(self, x, mask):
+        if self.training:
+            mask.mul_(x.mean().sign() if self.unlike else 0.5)
+        return self.layer(x) * mask.clone()
+
+
+class Masked(nn.Module):
+    def __init__(self, unlike):
+        super().__init__()
+        self.part = Marks()
+        self.part.unlike = unlike
+
+    def forward(self, x):
+        mask = torch.ones(6, dtype=x.dtype)
+        return self.part(x, mask) + mask
+
+
+def test_writes_to_an_argument_are_looked_at_in_each_mode_and_refused_where_they_differ():
+    models, x = make_models(lambda: Masked(False)), batches()[0]
+    fused = fuse(models, unfused=["part"])
+    for training in (False, True, True):
+        together = fused.train(training)(x)
+        for number, model in enumerate(models):
+            wanted = model.train(training)(x[number])
+            torch.testing.assert_close(together[number], wanted, rtol=1e-12, atol=1e-12)
+    fused = fuse(make_models(lambda: Masked(True)), unfused=["part"])
+    x[0], x[1] = x[0].abs(), -x[1].abs()
+    with pytest.raises(FusionError, match="writes what differs between trials into an argument"):
+        fused(x)
+
+
+class Chance(Base):
+    def forward(self, x):
+        DRAWN.append(random.random())
+        return x + self.layer(x)
+
+
+DRAWN = []
+
+
+def test_parts_of_one_forward_draw_unlike_numbers_from_pythons_generator():
+    make = lambda: nn.Sequential(*[Chance() for _ in range(4)])  # noqa: E731
+    fused = fuse(make_models(make), unfused=list("0123"))
+    DRAWN.clear()
+    fused(batches()[0])
+    assert len(set(DRAWN)) == len(DRAWN) == 12
+
+
+class CountsCalls(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x) * self.calls
+
+
+def test_a_buffer_that_is_first_written_under_inference_mode_can_be_written_after_it():
+    fused = fuse(make_models(CountsCalls), unfused=[""])
+    with torch.inference_mode():
+        fused(batches()[0])
+    fused(batches()[0]).sum().backward()
+    assert fused.trial(1).calls == 2

@@ -174,6 +174,17 @@ class Drawing(nn.Module):
         return self.layer(x.flatten(1))
 
 
+class Counting(nn.Module):
+    """Draws numbers of a law of which trials have no streams."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.flatten(1)) * torch.poisson(torch.ones(10) * 50) / 50
+
+
 class DrawingByRank(Drawing):
     """The same with a place for each of two workers, who come to hold the largest of their integers."""
 

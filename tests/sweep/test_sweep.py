@@ -219,7 +219,7 @@ def test_the_width_is_found_where_none_is_given(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_model_that_cannot_be_fused_is_told_of_and_trains_one_by_one(tmp_path: Path):
-    job = unverified_job(model=ModelSettings("support.training:Drawing"), steps=5)
+    job = unverified_job(model=ModelSettings("support.training:Counting"), steps=5)
     for width in (4, None, 1):
         settings = sweep_of("optimizer.lr=0.01,0.02", job=job, width=width)
         found = sweep_here(settings, tmp_path / f"width-{width}")

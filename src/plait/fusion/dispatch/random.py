@@ -57,6 +57,8 @@ class Streams:
         self.seeds = seeds
         self.rng_steps = rng_steps
         self.calls = calls
+        # How often other generators were seeded in this forward.
+        self.seeded = 0
         # Whether activation checkpointing is recomputing.
         self.is_repeated = False
         self._keys: tuple[Tensor, Tensor] | None = None
@@ -132,19 +134,21 @@ class Streams:
         self, seeds: Tensor, rng_steps: Tensor, calls: int | tuple[int, ...], after: Streams | None = None
     ) -> Streams:
         made = Streams(seeds, rng_steps, calls, after)
-        made.is_repeated = self.is_repeated
+        made.is_repeated, made.seeded = self.is_repeated, self.seeded
         return made
 
     def follow(self, streams: list[Streams]) -> None:
         """Continue where the streams of the single trials ended."""
         counts = tuple(one.calls for one in streams if isinstance(one.calls, int))
         self.calls = counts[0] if len(set(counts)) == 1 else counts
+        self.seeded = max(one.seeded for one in streams)
 
     def number(self) -> int:
-        """A seed for other generators from the stream of one trial; different for each draw."""
+        """A seed for other generators from the stream of one trial, another one each time."""
         calls = self.calls if isinstance(self.calls, int) else self.calls[0]
         offset, factor = (int(key) & _WORD for key in self._keys or _keys(self.seeds, self.rng_steps))
-        return (offset << 31 ^ factor ^ _mix(calls)) & ((1 << 63) - 1)
+        self.seeded += 1
+        return (offset << 31 ^ factor ^ _mix(calls) ^ _mix(self.seeded) << 20) & ((1 << 63) - 1)
 
     def _call_key(self, number: int) -> int | Tensor:
         if isinstance(self.calls, int):

@@ -79,7 +79,7 @@ class PastRulesError(FusionError):
     """C++ code of torch received a trial tensor, which holds no data itself."""
 
 
-def _as_outside_of_inference() -> AbstractContextManager[Any]:
+def as_outside_of_inference() -> AbstractContextManager[Any]:
     """Context without inference mode, for what was called before that and may be used after it."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
@@ -123,7 +123,7 @@ class TrialTensor(torch.Tensor):
         """The tensors of all trials: (trials, *shape)."""
         if self._stacked is None:
             assert self.pending is not None
-            with _as_outside_of_inference():
+            with as_outside_of_inference():
                 self.resolve(self.pending.outcome())
             assert self._stacked is not None
         if self._stacked.size(0) != self.trials.count:

@@ -88,7 +88,9 @@ def _prepared(moments: Moments) -> Moments:
     p, g, mean, square = moments
     strides = p.stride()
     assert strides[0] * p.shape[0] == p.numel()
-    assert strides == mean.stride() == square.stride()
+    for average in (mean, square):
+        if average.stride() != strides:  # as where the parameter was brought into another order since
+            average.data = torch.empty_like(p).copy_(average)
     return p, g if g.stride() == strides else torch.empty_like(p).copy_(g), mean, square
 
 

@@ -98,6 +98,10 @@ def _slices_of(group: FusedGroup, updated: Sequence[Updated], known: KnownSlices
     """Each trial's views of parameters, states and steps; `known` while the tensors do not change."""
     key = [(p.data_ptr(), *map(id, (clock, *state.values()))) for p, _, state, clock in updated]
     if id(group) not in known or known[id(group)][0] != key:
+        for parameter, gradient, state, _ in updated:
+            for value in (gradient, *state.values()):  # torch's kernels read all in the order of memory
+                if value.shape == parameter.shape and value.stride() != parameter.stride():
+                    value.data = torch.empty_like(parameter).copy_(value)
         steps = {id(clock): clock.steps.unbind() for *_, clock in updated}
         slices = [[parameter.detach().unbind() for parameter, *_ in updated]]
         for name in group.kind.kernel_states:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from plait.fusion.rules.hooks import of_fusion
+
 # The attribute of a gradient that names the trials which have one; without it, all have.
 _OF_TRIALS = "of_trials"
 
@@ -27,6 +29,26 @@ class DeliverGradient:
         of_all[self.number].add_(own)
         of_all.__dict__.get(_OF_TRIALS, set()).add(self.number)
         parameter.grad = None
+
+
+def delivers(parameter: Tensor, stacked: Tensor) -> bool:
+    """Whether the gradient of one trial's parameter is added to that of `stacked`."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(isinstance(hook, DeliverGradient) and hook.stacked is stacked for hook in hooks.values())
+
+
+@of_fusion
+def _has_all(stacked: Tensor) -> None:
+    """Hook of a fused parameter: what autograd has added to its gradient itself is that of all trials."""
+    if stacked.grad is not None:
+        stacked.grad.__dict__.pop(_OF_TRIALS, None)
+
+
+def note_others(stacked: nn.Parameter) -> None:
+    """Let gradients be of all trials where the parameter is also used outside of what delivers them."""
+    hooks = getattr(stacked, "_post_accumulate_grad_hooks", None) or {}
+    if _has_all not in hooks.values():
+        stacked.register_post_accumulate_grad_hook(_has_all)
 
 
 def trials_without_gradient(parameter: Tensor, count: int) -> tuple[int, ...]:

@@ -21,13 +21,15 @@ from plait.fusion.describe import describe
 from plait.fusion.dispatch.install import ModuleTensors, Slot, slots_of
 from plait.fusion.dispatch.one_trial import stack_outcomes
 from plait.fusion.dispatch.random import Streams
-from plait.fusion.dispatch.tensor import TrialTensor
+from plait.fusion.dispatch.tensor import TrialTensor, as_outside_of_inference
 from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch
 from plait.fusion.rules.hooks import foreign_hooks
 from plait.fusion.sharing import equal_values
+from plait.fusion.trials.late_attributes import LateAttributes
 from plait.fusion.trials.one_by_one import one_by_one, slice_of
-from plait.fusion.trials.partial_gradients import DeliverGradient
+from plait.fusion.trials.partial_gradients import DeliverGradient, delivers, note_others
+from plait.fusion.trials.shared_writes import SharedArguments, placed, sums_of
 from plait.fusion.trials.single_trial import SingleTrialMode, seeded_for
 
 _HOOKS = (
@@ -53,12 +55,13 @@ class PerTrialModules:
         self._connect(tensors)
         # The modes in which the module was seen not to write to shared tensors.
         self._checked: set[bool] = set()
-        # Whether the module writes to shared input tensors, so that each trial needs a copy; None if unknown.
-        self._copies: bool | None = None
+        # By mode, whether the module writes to shared arguments, so that each trial needs a copy.
+        self._copies: dict[bool, bool] = {}
         # A trial's streams of the last forward.
         self._streams: Streams | None = None
         for name in _HOOKS:  # the per-trial modules have them
             setattr(part, name, OrderedDict())
+        self._late = LateAttributes(part)
         part.forward = Patch(self._run, part)
         self.point()
 
@@ -98,7 +101,7 @@ class PerTrialModules:
             not slot.is_buffer
             and parameter.requires_grad == stacked.requires_grad
             and _is_memory_of(parameter, stacked, number)
-            and (not parameter.requires_grad or "deliver" in parameter.__dict__)
+            and (not parameter.requires_grad or delivers(parameter, stacked))
         )
 
     def _point_at(self, slot: Slot, stacked: Any, own: Tensor, number: int) -> None:
@@ -110,21 +113,25 @@ class PerTrialModules:
                 parameter.requires_grad_(stacked.requires_grad)
             if not _is_same_memory(parameter, own):
                 parameter.data = own
-            is_delivered = "deliver" in parameter.__dict__ or id(stacked) in self._tied
-            if parameter.requires_grad and not is_delivered:
-                deliver = DeliverGradient(stacked, number)
-                parameter.__dict__["deliver"] = parameter.register_post_accumulate_grad_hook(deliver)
+            if not parameter.requires_grad or id(stacked) in self._tied or delivers(parameter, stacked):
+                return
+            _stop_delivery(parameter)
+            deliver = DeliverGradient(stacked, number)
+            parameter.__dict__["deliver"] = parameter.register_post_accumulate_grad_hook(deliver)
+            note_others(stacked)
 
     def _connect(self, tensors: ModuleTensors) -> None:
         self._tensors, self.trials = tensors, tensors.trials
         self._tied = _tied_in(self.part, tensors.module)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tensors": None, "_streams": None}
+        self._late.pass_on(self.modules)
+        return {**self.__dict__, "_tensors": None, "_streams": None, "_late": None}
 
     def restore(self, tensors: ModuleTensors) -> None:
         """Connect to the fused parameters again, after copying or unpickling."""
         self._connect(tensors)
+        self._late = LateAttributes(self.part)
         self._replace_all(self.modules)
 
     def reorder(self, numbers: Sequence[int]) -> None:
@@ -140,14 +147,14 @@ class PerTrialModules:
     def _replace_all(self, modules: list[nn.Module]) -> None:
         for module in self.modules:
             for parameter in module.parameters():
-                if (handle := parameter.__dict__.pop("deliver", None)) is not None:
-                    handle.remove()
+                _stop_delivery(parameter)
         self.modules = modules
         self.point()
 
     def copy_of(self, number: int, memo: dict[int, Any]) -> nn.Module:
         """A copy of one trial's module, independent of the fused model; `memo` has copies of its tensors."""
         module = self.modules[number]
+        self._late.pass_on(self.modules)
         self.point()
         whole = self._whole()
         for slot in slots_of(module):
@@ -157,46 +164,55 @@ class PerTrialModules:
 
     def _run(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Each of thousands of looks at a tensor would pass the function mode of the forward.
+        self._late.pass_on(self.modules)
         with torch._C.DisableTorchFunction():
             self.point()
+            shared = self._shared()
+            sums = sums_of(list(shared.values()))
         slices = self._slices_of_tied()
         with one_by_one(self.trials, self._streams) as singles:
             outcomes = self._outcomes(singles, slices, args, kwargs)
         self._streams = singles[-1]
         with torch._C.DisableTorchFunction():
+            after = sums_of(list(shared.values()))
+            if written := [name for name, one, other in zip(shared, sums or (), after or ()) if one != other]:
+                raise FusionError(
+                    f"{type(self.part).__qualname__} writes to {written[0]!r}, which all trials share, by "
+                    f"its .data or another name; fuse the models with share='never'"
+                )
             self._keep_written()
         return stack_outcomes(outcomes, self.trials, type(self.part).__qualname__, self.trials.rows)
 
     def _outcomes(
         self, singles: list[Streams], slices: dict[int, tuple[Tensor, ...]], args: Any, kwargs: Any
     ) -> list[Any]:
+        who, mode = type(self.part).__qualname__, self.part.training
         given = [slice_of((args, kwargs), number, self.trials.rows) for number in range(self.trials.count)]
         plain = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Tensor]
-        pristine = {id(leaf): leaf.clone() for leaf in plain} if self._copies is None else {}
-        counted = not any(leaf.is_inference() for leaf in plain)
-        versions = [leaf._version for leaf in plain] if counted else []
+        shared = SharedArguments(plain, self._copies.get(mode))
+        is_first = mode not in self._checked and bool(self._shared())
+        written: dict[str, dict[int, Tensor]] = {}
         outcomes = []
         for number, (module, streams) in enumerate(zip(self.modules, singles)):
-            trial_args, trial_kwargs = given[number]
-            # The last trial may write to the tensor itself, as a single model would.
-            if self._copies and (number if pristine else number < self.trials.count - 1):
-                trial_args, trial_kwargs = _with_copies((trial_args, trial_kwargs), plain, pristine)
+            trial_args, trial_kwargs = placed(given[number], shared.of_trial(number, self.trials.count))
             _follow_modes(self.part, module)
-            shape = _shape_of_objects(trial_args, trial_kwargs) if self._copies is None else None
-            watched = self._unshare_written() if number == 0 else nullcontext()
+            shape = _shape_of_objects(trial_args, trial_kwargs) if shared.copies is None else None
+            watched = self._on_copies(number, written) if is_first else nullcontext()
             held = _holding(slices, module, self.part, number)
             with watched, held, seeded_for(streams), SingleTrialMode(streams):
                 outcomes.append(module(*trial_args, **trial_kwargs))
-            if self._copies is None:
-                if shape != _shape_of_objects(trial_args, trial_kwargs):  # such as a cache
-                    raise FusionError(
-                        f"{type(self.part).__qualname__} changes an argument object that all trials "
-                        f"share; run the module that calls it trial by trial"
-                    )
-                if counted:
-                    self._copies = versions != [leaf._version for leaf in plain]
-                else:  # inference mode has no version counters
-                    self._copies = any(not torch.equal(leaf, pristine[id(leaf)]) for leaf in plain)
+            if shape is not None and shape != _shape_of_objects(trial_args, trial_kwargs):  # such as a cache
+                raise FusionError(
+                    f"{who} changes an argument object that all trials share; run the module that calls it "
+                    f"trial by trial"
+                )
+            if number == 0:
+                shared.first_has_run()
+        shared.refuse_unlike(who)
+        self._copies[mode] = bool(shared.copies)
+        if is_first:
+            self._unshare(written)
+            self._checked.add(mode)
         return outcomes
 
     def _shared(self) -> dict[str, Tensor]:
@@ -205,35 +221,49 @@ class PerTrialModules:
         return {name: tensor for name, tensor in self._tensors.shared.items() if id(tensor) in inner}
 
     @contextmanager
-    def _unshare_written(self) -> Iterator[None]:
-        """Context for the first trial: each trial gets its own of the shared tensors that are written in it.
-
-        Values are compared once in each mode of the module.
-        """
-        if self.part.training in self._checked or not (shared := self._shared()):
+    def _on_copies(self, number: int, written: dict[str, dict[int, Tensor]]) -> Iterator[None]:
+        """Context in which a trial has copies of the shared tensors; what it writes to some is `written`."""
+        shared, whole = self._shared(), self._whole()
+        with as_outside_of_inference():
+            copies = {id(tensor): tensor.detach().clone() for tensor in shared.values()}
+        copied = [slot for slot in slots_of(self.modules[number]) if id(whole.get(slot.key)) in copies]
+        for slot in copied:
+            self._point_at(slot, whole[slot.key], copies[id(whole[slot.key])], number)
+        try:
             yield
+            for name, tensor in shared.items():
+                if not equal_values(copies[id(tensor)], tensor):
+                    written.setdefault(name, {})[number] = copies[id(tensor)]
+        finally:
+            for slot in copied:
+                own = whole[slot.key]
+                # What the trial has replaced is looked at later.
+                if slot.tensor is not None and _is_same_memory(slot.tensor, copies[id(own)]):
+                    self._point_at(slot, own, own.data, number)
+
+    def _unshare(self, written: dict[str, dict[int, Tensor]]) -> None:
+        """Give each trial its own of the shared tensors to which some have written."""
+        if not written:
             return
-        self._checked.add(self.part.training)
-        # The trial writes to copies, as the others begin with the shared values.
-        first, whole = slots_of(self.modules[0]), self._whole()
-        copies = {id(tensor): tensor.detach().clone() for tensor in shared.values()}
-        copied = [slot for slot in first if id(whole.get(slot.key)) in copies]
-        for slot in copied:
-            self._point_at(slot, whole[slot.key], copies[id(whole[slot.key])], 0)
-        yield
-        for name, tensor in shared.items():
-            if not equal_values(copies[id(tensor)], tensor):
-                if name in self._tensors.shared:  # else it was, under another name
-                    self._tensors.unshare([name])
-                own = _inner(next(slot.tensor for slot in slots_of(self._tensors.module) if slot.key == name))
-                own.data[0].copy_(copies[id(tensor)])
-        self.point(start=1)
+        before = self._whole()
+        slots = [(n, slot) for n, module in enumerate(self.modules) for slot in slots_of(module)]
+        held = [
+            (number, slot)
+            for number, slot in slots
+            if slot.tensor is not None
+            and slot.key in before
+            and _is_same_memory(slot.tensor, before[slot.key])
+        ]
+        with as_outside_of_inference():
+            self._tensors.unshare([name for name in written if name in self._tensors.shared])
+        for name, values in written.items():
+            own = _inner(next(slot.tensor for slot in slots_of(self._tensors.module) if slot.key == name))
+            for number, value in values.items():
+                own.data[number].copy_(value)
         now = self._whole()
-        for slot in copied:
-            before, stacked = whole[slot.key], now[slot.key]
-            is_replaced = slot.tensor is None or not _is_same_memory(slot.tensor, copies[id(before)])
-            if not is_replaced:
-                self._point_at(slot, stacked, stacked.data if stacked is before else stacked.data[0], 0)
+        for number, slot in held:
+            if now[slot.key] is not before[slot.key]:
+                self._point_at(slot, now[slot.key], now[slot.key].data[number], number)
 
     def _unshare_replaced(self, every: Sequence[Sequence[Slot]]) -> None:
         """Give each trial its own of the shared parameters whose data a trial has replaced."""
@@ -258,6 +288,25 @@ class PerTrialModules:
                     f"share; call fused.unshare before, or fuse the models with share='never'"
                 )
 
+    def _follow_freezing(self, every: Sequence[Sequence[Slot]], whole: dict[str, Tensor]) -> None:
+        """Freeze or unfreeze the fused parameters as all trials' modules have."""
+        changed: dict[str, int] = {}
+        for slot in (slot for slots in every for slot in slots if _is_parameter(slot)):
+            stacked = whole.get(slot.key)
+            if stacked is not None and slot.tensor.requires_grad != stacked.requires_grad:
+                changed[slot.key] = changed.get(slot.key, 0) + 1
+        for key, count in changed.items():
+            if count < len(every):
+                raise FusionError(
+                    f"{type(self.part).__qualname__} freezes or unfreezes {key!r} in some trials only"
+                )
+            whole[key].requires_grad_(not whole[key].requires_grad)
+        for number, slots in enumerate(every) if changed else ():
+            for slot in (slot for slot in slots if slot.key in changed):
+                shared = id(whole[slot.key]) in self._tensors.shared_ids()
+                own = whole[slot.key].data
+                self._point_at(slot, whole[slot.key], own if shared else own[number], number)
+
     def _slices_of_tied(self) -> dict[int, tuple[Tensor, ...]]:
         whole, shared = self._whole().values(), self._tensors.shared_ids()
         return {id(t): t.unbind() for t in whole if id(t) in self._tied and id(t) not in shared}
@@ -269,6 +318,7 @@ class PerTrialModules:
         self._refuse_written(every)
         self._unshare_replaced(every)
         whole, shared = self._whole(), self._tensors.shared_ids()
+        self._follow_freezing(every, whole)
         for number, slots in enumerate(every):
             for slot in slots:
                 stacked = whole.get(slot.key)
@@ -292,6 +342,11 @@ class PerTrialModules:
                 )
             with torch.enable_grad():
                 slot.tensors[slot.name] = TrialTensor(torch.stack(values), self.trials)
+
+
+def _stop_delivery(parameter: Tensor) -> None:
+    if (handle := parameter.__dict__.pop("deliver", None)) is not None:
+        handle.remove()
 
 
 def _tied_in(part: nn.Module, module: nn.Module) -> set[int]:
@@ -375,15 +430,3 @@ def _is_memory_of(own: Tensor, stacked: Tensor, number: int | None) -> bool:
 
 def _is_parameter(slot: Slot) -> bool:
     return not slot.is_buffer and slot.tensor is not None and slot.tensor.is_leaf
-
-
-def _with_copies(values: Any, plain: list[Tensor], pristine: dict[int, Tensor]) -> Any:
-    """The values with shared tensors as they were before the first trial ran."""
-    known = {id(leaf) for leaf in plain}
-
-    def pick(value: Any) -> Any:
-        if type(value) is Tensor and id(value) in known:
-            return pristine.get(id(value), value).clone()
-        return value
-
-    return pytree.tree_map(pick, values)
