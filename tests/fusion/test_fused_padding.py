@@ -259,3 +259,24 @@ def test_losses_with_random_numbers_are_of_the_real_rows(loss):
     for number, count in enumerate((2, 6)):
         own = fuse([nn.Identity()], seeds=[number]).map(loss, x[number : number + 1, :count])
         torch.testing.assert_close(found[number], own[0], rtol=0, atol=1e-12)
+
+
+class Weighs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part, self.weights = Weighted(), nn.Parameter(torch.arange(1.0, 9.0))
+
+    def forward(self, x):
+        return self.part(x, self.weights)
+
+
+class Weighted(nn.Module):
+    def forward(self, x, weights):
+        return x * weights.mean()
+
+
+def test_a_weight_as_long_as_the_batch_is_whole_in_an_unfused_part():
+    fused, x = fuse([Weighs() for _ in COUNTS], unfused=["part"]), torch.ones(len(COUNTS), 8, 2)
+    with fused.padded(COUNTS):
+        found = fused(x)
+    assert all((found[number, :count] == 4.5).all() for number, count in enumerate(COUNTS))

@@ -633,3 +633,33 @@ def test_a_buffer_that_is_first_written_under_inference_mode_can_be_written_afte
         fused(batches()[0])
     fused(batches()[0]).sum().backward()
     assert fused.trial(1).calls == 2
+
+
+class HasExtraState(Base):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+    def forward(self, x):
+        self.calls += 1 + int(x.mean() > 0)
+        return self.layer(x) * self.calls
+
+
+def test_the_extra_state_of_a_module_is_that_of_each_trial():
+    fused, x = fuse(make_models(HasExtraState), unfused=[""]), batches()[0]
+    x[0], x[1] = x[0].abs(), -x[1].abs()
+    fused(x)
+    state = copy.deepcopy(fused.state_dict())
+    assert [fused.trial(number).calls for number in (0, 1)] == [2, 1]
+    fused(x)
+    other = copy.deepcopy(fused)
+    for each in (fused, other):
+        each.load_state_dict(state)
+        assert [each.trial(number).calls for number in (0, 1)] == [2, 1]
+    assert fused.trial(0).state_dict()["_extra_state"] == {"calls": 2}

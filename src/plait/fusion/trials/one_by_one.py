@@ -57,10 +57,15 @@ def apply_alone(
 
 
 def slice_of(values: Any, number: int, rows: Rows | None) -> Any:
+    # If some tensors are known to have rows, the others (such as weights) have none.
+    known = rows is not None and any(
+        isinstance(x, TrialTensor) and x.rows_at is not None for x in pytree.tree_leaves(values)
+    )
+
     def pick(value: Any) -> Any:
         if isinstance(value, TrialTensor):
             part = value.stacked[number]
-            return part if rows is None else rows.cut(part, number)
+            return part if rows is None or (known and value.rows_at is None) else rows.cut(part, number)
         if rows is not None and type(value) is Tensor and value.dim() and len(value) == rows.length:
             return rows.cut(value, number)
         return value.of(number) if isinstance(value, PerTrial) else value

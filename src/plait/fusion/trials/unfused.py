@@ -7,6 +7,7 @@ tensor for all trials.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -61,6 +62,10 @@ class PerTrialModules:
         self._streams: Streams | None = None
         for name in _HOOKS:  # the per-trial modules have them
             setattr(part, name, OrderedDict())
+        for path, inner in part.named_modules():
+            if type(inner).get_extra_state is not nn.Module.get_extra_state:
+                vars(inner)["get_extra_state"] = Patch(self._extra_states, path)
+                vars(inner)["set_extra_state"] = Patch(self._set_extra_states, path)
         self._late = LateAttributes(part)
         part.forward = Patch(self._run, part)
         self.point()
@@ -161,6 +166,13 @@ class PerTrialModules:
             if slot.tensor is not None and id(whole.get(slot.key)) in memo:
                 memo[id(slot.tensor)] = memo[id(whole[slot.key])]
         return independent_copy(module, memo)
+
+    def _extra_states(self, path: str) -> list[Any]:
+        return [module.get_submodule(path).get_extra_state() for module in self.modules]
+
+    def _set_extra_states(self, path: str, states: list[Any]) -> None:
+        for module, state in zip(self.modules, states, strict=True):
+            module.get_submodule(path).set_extra_state(copy.deepcopy(state))
 
     def _run(self, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Each of thousands of looks at a tensor would pass the function mode of the forward.
