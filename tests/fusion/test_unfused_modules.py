@@ -663,3 +663,41 @@ def test_the_extra_state_of_a_module_is_that_of_each_trial():
         each.load_state_dict(state)
         assert [each.trial(number).calls for number in (0, 1)] == [2, 1]
     assert fused.trial(0).state_dict()["_extra_state"] == {"calls": 2}
+
+
+class CountsPositive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, counts):
+        counts += (x > 0).sum(0)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def test_what_takes_tensors_of_all_trials_or_writes_to_what_they_share_is_named():
+    fused, x = fuse(make_models(Base)), batches()[0]
+    with pytest.raises(
+        FusionError, match="calls CountsPositive, which writes to an argument that all trials"
+    ):
+        fused.map(lambda x: CountsPositive.apply(x, torch.zeros(6, dtype=torch.int64)), x)
+    takes = fuse(make_models(Takes), unfused=["part"])
+    with pytest.raises(
+        FusionError, match="Calls takes an object or a function that holds tensors of all trials"
+    ):
+        takes(x)
+
+
+class Calls(nn.Module):
+    def forward(self, x, function):
+        return function(x)
+
+
+class Takes(Base):
+    def __init__(self):
+        super().__init__()
+        self.part = Calls()
+
+    def forward(self, x):
+        return self.part(x, lambda h: h + self.layer(x))

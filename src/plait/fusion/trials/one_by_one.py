@@ -14,6 +14,7 @@ from plait.fusion.dispatch.mode import TrialMode
 from plait.fusion.dispatch.one_trial import stack_outcomes
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
+from plait.fusion.errors import FusionError, user_line
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import PerTrial
 from plait.fusion.trials.row_wise import call_once, is_row_wise, rows_at
@@ -43,6 +44,22 @@ def apply_alone(
     trials: Trials, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The result of `function`, such as a custom autograd function, for each trial, on plain tensors."""
+    shared = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Tensor]
+    shared = [leaf for leaf in shared if not leaf.is_inference()]  # which have no version counters
+    versions = [leaf._version for leaf in shared]
+    outcome = _applied(trials, function, args, kwargs)
+    if trials.count > 1 and versions != [leaf._version for leaf in shared]:
+        raise FusionError(
+            f"{user_line()}\n  calls {getattr(function, '__qualname__', 'a function')}, which writes to an "
+            f"argument that all trials share",
+            "name the module in fuse(..., unfused=[...])",
+        )
+    return outcome
+
+
+def _applied(
+    trials: Trials, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     if (at := rows_at(args, kwargs)) is not None:
         with one_by_one(trials):
             if is_row_wise(function, args, kwargs, at):

@@ -208,12 +208,14 @@ class PerTrialModules:
         for number, (module, streams) in enumerate(zip(self.modules, singles)):
             trial_args, trial_kwargs = placed(given[number], shared.of_trial(number, self.trials.count))
             _follow_modes(self.part, module)
-            shape = _shape_of_objects(trial_args, trial_kwargs) if shared.copies is None else None
+            shape = _shape_of_objects(who, trial_args, trial_kwargs) if shared.copies is None else None
             watched = self._on_copies(number, written) if is_first else nullcontext()
             held = _holding(slices, module, self.part, number)
             with watched, held, seeded_for(streams), SingleTrialMode(streams):
                 outcomes.append(module(*trial_args, **trial_kwargs))
-            if shape is not None and shape != _shape_of_objects(trial_args, trial_kwargs):  # such as a cache
+            if shape is not None and shape != _shape_of_objects(
+                who, trial_args, trial_kwargs
+            ):  # such as a cache
                 raise FusionError(
                     f"{who} changes an argument object that all trials share; run the module that calls it "
                     f"trial by trial"
@@ -413,11 +415,17 @@ def _follow_modes(part: nn.Module, module: nn.Module) -> None:
             _follow_modes(child, own)
 
 
-def _shape_of_objects(args: Any, kwargs: Any) -> Any:
+def _shape_of_objects(who: str, args: Any, kwargs: Any) -> Any:
     """A comparable description of the arguments without tensors."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     objects = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, nn.Module))]
-    return spec, describe(objects)
+    try:
+        return spec, describe(objects)
+    except FusionError as failure:
+        raise FusionError(
+            f"{who} takes an object or a function that holds tensors of all trials, which cannot be cut for "
+            f"one; run the module that calls it trial by trial"
+        ) from failure
 
 
 def _inner(tensor: Any) -> Any:
