@@ -255,7 +255,7 @@ RULES[F.gaussian_nll_loss] = loop
 
 
 def _find_rows(values: Sequence[Any]) -> None:
-    """Take the first axis of what was made anew, such as random targets, for the rows that outputs have."""
+    """Take the first axis of new tensors, such as random targets, for the rows that outputs have."""
     ours = [value for value in values if isinstance(value, TrialTensor)]
     shapes = {value.shape for value in ours if value.rows_at == 0}
     for value in ours:

@@ -1,4 +1,4 @@
-"""Attributes that are set on a part of a fused module whose trials have modules of their own."""
+"""Attributes that are set later on a part of a fused module which runs trial by trial."""
 
 from __future__ import annotations
 
