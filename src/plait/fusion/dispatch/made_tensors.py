@@ -1,8 +1,8 @@
 """Plain tensors that a forward makes, such as `torch.zeros(...)`, and what happens when trials write to one.
 
 Until then they are one for all trials. The first write of what differs between trials turns such a tensor
-into a trial tensor, for all who hold it. That is done only where no other tensor has its memory: what cannot be
-told apart from a tensor of the user's, or has another view, is refused as a target instead.
+into a trial tensor, for all who hold it. That is done only where no other tensor has its memory: what cannot
+be told apart from a tensor of the user's, or has another view, is refused as a target instead.
 """
 
 from __future__ import annotations
