@@ -68,7 +68,7 @@ def test_what_cannot_be_trained_in_stages_or_fused_is_refused_in_words(way: str,
     ("name", "words"),
     [
         ("Fourier layer", ""),
-        ("noisy weights", "trial by trial: a, b"),
+        ("noisy weights", ""),
         ("history", "trial by trial: the whole model"),
         ("frozen norm", ""),
     ],
