@@ -7,6 +7,7 @@ be told apart from a tensor of the user's, or has another view, is refused as a 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils import swap_tensors
 
+from plait.fusion.dispatch.alias_links import is_dense
 from plait.fusion.dispatch.fallback import is_in_place
 from plait.fusion.dispatch.registry import Arguments, Function, Options, spellings
-from plait.fusion.dispatch.separation import is_whole
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, leaves
 
 # Functions whose results may have memory of others that is none of their arguments'.
@@ -35,6 +36,8 @@ class MadeTensors:
     def __init__(self, trials: Trials) -> None:
         self._trials = trials
         self._mark = object()
+        # Those made in inference mode, by their memory, as views do not know there what they are views of.
+        self._bases: dict[int, weakref.ref[Tensor]] = {}
 
     def note(self, function: Function, args: Arguments, kwargs: Options, outcome: Any) -> None:
         """Take note of the outcome of a call on plain tensors."""
@@ -45,20 +48,24 @@ class MadeTensors:
             given = (_memory(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor))
             if all(own is not memory for own in given):
                 vars(memory)[_MARK] = self._mark
+                if outcome.is_inference():
+                    self._bases[memory._cdata] = weakref.ref(outcome)
 
     def take(self, target: Any) -> bool:
         """Turn `target` into a tensor of each trial, and its base if it is a view; False if others see it."""
         if type(target) is not Tensor or (memory := _memory(target)) is None:
             return False
-        whole = target if target._base is None else target._base
+        whole = target._base if target._base is not None else self._base_of(target, memory)
         others = 0 if whole is target else 1
         fits = (
             getattr(memory, _MARK, None) is self._mark
             and torch._C._storage_Use_Count(memory._cdata) == _ALONE + others
-            and _references(whole) == 1 + others
+            and _references(whole) == 1 + (target._base is not None)
             and _references(target) == 1
             and type(whole) is Tensor
-            and is_whole(whole)
+            # Every tensor in its memory is a view of it.
+            and memory.nbytes() == whole.numel() * whole.itemsize
+            and (whole.is_contiguous() or (is_dense(whole) and not others))
             and target.dtype == whole.dtype
             and not (whole.requires_grad or target.is_conj() or target.is_neg())
         )
@@ -71,6 +78,12 @@ class MadeTensors:
             _become(target, view, self._trials)
         _become(whole, stacked, self._trials)
         return True
+
+    def _base_of(self, target: Tensor, memory: Any) -> Tensor:
+        """What `target` is a view of in inference mode; itself if that is no more, or it is none."""
+        known = self._bases.pop(memory._cdata, None)  # no tensor with a weak reference can be swapped
+        base = None if known is None else known()
+        return target if base is None else base
 
 
 def _become(tensor: Tensor, stacked: Tensor, trials: Trials) -> None:

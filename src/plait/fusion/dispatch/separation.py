@@ -81,11 +81,6 @@ def _trains(args: Arguments, kwargs: Options) -> bool:
     )
 
 
-def is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its memory, so that every tensor in that memory is a view of it."""
-    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
-
-
 def _has_plain(values: Iterable[Any]) -> bool:
     """Whether a tensor without trials is among the values; faster than a look at all leaves."""
     for value in values:

@@ -165,7 +165,8 @@ class TrialTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Function, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        # The second is called in inference mode.
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):
             # torch.arange(x) and similar functions read the value in C++.
             return RULES[torch.Tensor.item](torch.Tensor.item, args, {})
         raise PastRulesError(
