@@ -29,8 +29,12 @@ def sums_of(tensors: Sequence[Tensor]) -> list[int] | None:
 
 
 def _words(tensor: Tensor) -> Tensor:
+    """The bits of a tensor as integers; of 64 bits where it divides into such, whose sum is fastest."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
+    whole = tensor.is_contiguous() and tensor.numel() * tensor.element_size() % 8 == 0
+    if whole and tensor.storage_offset() * tensor.element_size() % 8 == 0:
+        return tensor.flatten().view(torch.int64)
     return tensor.view(_WORDS[tensor.element_size()])
 
 
