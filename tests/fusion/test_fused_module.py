@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from fused_checks import CLOSE, alone, assert_equals_lone_models, fuse, make_models
 from torch import nn
 from torch.distributions import Beta, Categorical, Exponential, Laplace, Normal, Uniform
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from plait.fusion import FusionError, Shared, group_by_shape
@@ -538,7 +540,15 @@ def through_data(x):
     return made
 
 
+def referred_to(x):
+    made = torch.zeros(4, dtype=x.dtype)
+    reference = weakref.ref(made)
+    made.copy_(x)
+    return reference()
+
+
 UNCLEAR = {
+    "with a weak reference": referred_to,
     "set": lambda x: setattr(OUTSIDE, "data", x),
     "made outside": lambda x: OUTSIDE.add_(x),
     "made outside, by an operator": lambda x: operator.iadd(OUTSIDE, x),
@@ -567,6 +577,34 @@ def test_a_shared_tensor_that_may_be_anothers_cannot_be_written_by_trials(write,
         fused.map(write, data(3, 4))
     assert type(OUTSIDE) is type(SHARED_INPUT) is torch.Tensor
     assert not OUTSIDE.any()
+
+
+class HasBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(4))
+
+
+def returned_by_another_name(model, x):
+    first, same = model.kept[:1], model.kept.to(model.kept.dtype)
+    same.copy_(x)
+    return {"whole": [same], "first": first}
+
+
+def with_an_attribute(model, x):
+    made = torch.zeros(4)
+    made.scale = 3.0
+    made.copy_(x)
+    return made * made.scale
+
+
+@pytest.mark.parametrize("run", [returned_by_another_name, with_an_attribute])
+def test_what_is_written_leaves_a_forward_as_each_trials(run):
+    models, x = [HasBuffer() for _ in range(2)], torch.randn(2, 4)
+    found = fuse(models).call(run, x)
+    for number, model in enumerate(models):
+        for mine, lone in zip(pytree.tree_leaves(found), pytree.tree_leaves(run(model, x[number]))):
+            torch.testing.assert_close(mine[number], lone)
 
 
 class Decoder(nn.Module):

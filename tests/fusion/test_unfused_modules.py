@@ -569,8 +569,10 @@ def test_a_weight_that_a_part_skips_moves_by_what_the_model_uses_it_for():
 
 
 class Marks(Base):
+    always = False
+
     def forward(self, x, mask):
-        if self.training:
+        if self.training or self.always:
             mask.mul_(x.mean().sign() if self.unlike else 0.5)
         return self.layer(x) * mask.clone()
 
@@ -598,6 +600,13 @@ def test_writes_to_an_argument_are_looked_at_in_each_mode_and_refused_where_they
     x[0], x[1] = x[0].abs(), -x[1].abs()
     with pytest.raises(FusionError, match="writes what differs between trials into an argument"):
         fused(x)
+    late = fuse(make_models(lambda: Masked(False)), unfused=["part"])
+    late.module.part.training = False
+    late(x)
+    for part in late.per_trial_modules["part"].modules:
+        part.always = True
+    with pytest.raises(FusionError, match="and did not in the first forward"):
+        late(x)
 
 
 class Chance(Base):

@@ -145,17 +145,18 @@ class FusedModule(nn.Module):
         enter = partial(enter_trials, self._trials)
         entered_args = [_each_leaf(enter, value) for value in args]
         entered_kwargs = {name: _each_leaf(enter, value) for name, value in kwargs.items()}
-        with self._running():
+        with self._running() as mode:
             outcome = function(*entered_args, **entered_kwargs)
+        outcome = mode.current(outcome)
         self._trials.compute_pending()
         return _each_leaf(partial(leave_trials, self._trials), outcome)
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def _running(self) -> Iterator[TrialMode]:
         shared = self._tensors.shared_slots
         mode = TrialMode(self._trials, Separation(shared, self._trials) if shared else None)
         with running(self._again, partial(apply_alone, self._trials)), mode:
-            yield
+            yield mode
 
     def _again(self) -> Callable[[], AbstractContextManager[None]]:
         """A context factory that restores the current state in backward, for activation checkpointing."""

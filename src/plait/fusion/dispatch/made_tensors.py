@@ -63,6 +63,7 @@ class MadeTensors:
             and _references(whole) == 1 + (target._base is not None)
             and _references(target) == 1
             and type(whole) is Tensor
+            and not (weakref.getweakrefs(whole) or weakref.getweakrefs(target))
             # Every tensor in its memory is a view of it.
             and memory.nbytes() == whole.numel() * whole.itemsize
             and (whole.is_contiguous() or (is_dense(whole) and not others))
@@ -87,8 +88,10 @@ class MadeTensors:
 
 
 def _become(tensor: Tensor, stacked: Tensor, trials: Trials) -> None:
+    made = TrialTensor(stacked, trials)
+    vars(made).update(vars(tensor))  # what the user has set
     with torch._C.DisableTorchFunctionSubclass():
-        swap_tensors(tensor, TrialTensor(stacked, trials))
+        swap_tensors(tensor, made)
 
 
 def _references(tensor: Any) -> int:

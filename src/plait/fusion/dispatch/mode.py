@@ -45,6 +45,10 @@ class TrialMode(TorchFunctionMode):
         self._separation = separation
         self._made = MadeTensors(trials)
 
+    def current(self, outcome: Any) -> Any:
+        """What a function returned, with the trials' copies in the place of what is not shared any more."""
+        return outcome if self._separation is None else self._separation.current(outcome)
+
     def __enter__(self) -> TrialMode:
         self._draws = draw_marks()
         super().__enter__()  # type: ignore[no-untyped-call]

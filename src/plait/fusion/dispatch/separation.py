@@ -49,10 +49,14 @@ class Separation:
                     self._separate(value)
         if not self._separated or not _has_plain((*args, *kwargs.values())):
             return args, kwargs
-        changed: tuple[Arguments, Options] = pytree.tree_map(
-            self._current, (args, kwargs), is_leaf=lambda value: isinstance(value, torch.Size)
-        )
+        changed: tuple[Arguments, Options] = self.current((args, kwargs))
         return changed
+
+    def current(self, values: Any) -> Any:
+        """The same values, with the trials' copies in the place of what is not shared any more."""
+        if not self._separated:
+            return values
+        return pytree.tree_map(self._current, values, is_leaf=lambda value: isinstance(value, torch.Size))
 
     def _separate(self, written: Tensor) -> None:
         """Give each trial a copy of the shared tensors in the memory that is about to be written."""
@@ -110,7 +114,8 @@ def _same_view(view: Tensor, tensor: Tensor, stacked: Tensor) -> Tensor:
     offset = view.storage_offset() - tensor.storage_offset()
     if view.shape == tensor.shape and view.stride() == tensor.stride() and offset == 0:
         return stacked.detach() if view is not tensor else stacked
-    if not tensor.is_contiguous() or offset < 0 or view.requires_grad:
+    last = offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride()))
+    if not tensor.is_contiguous() or offset < 0 or last >= tensor.numel() or view.requires_grad:
         raise FusionError(
             f"{user_line()}\n  writes to a view of a tensor that all trials share",
             "give each trial its own: fuse(..., share='never'), or fused.unshare(name)",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
@@ -50,10 +51,13 @@ def _hooks(module: nn.Module) -> int:
     return sum([len(getattr(module, name)) for name in _HOOKS])
 
 
+def _of_trial(value: Any, number: int) -> Any:
+    return value.stacked[number] if isinstance(value, TrialTensor) else copy.deepcopy(value)
+
+
 def _change(module: nn.Module, seen: dict[str, Any], now: dict[str, Any], number: int) -> None:
     for name, value in now.items():
         if seen.get(name, _ABSENT) is not value:
-            own = value.stacked[number] if isinstance(value, TrialTensor) else copy.deepcopy(value)
-            setattr(module, name, own)
+            setattr(module, name, pytree.tree_map(lambda leaf: _of_trial(leaf, number), value))
     for name in seen.keys() - now.keys():
         vars(module).pop(name, None)

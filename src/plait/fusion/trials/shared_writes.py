@@ -72,6 +72,12 @@ class SharedArguments:
 
     def refuse_unlike(self, who: str) -> None:
         """Raise FusionError if the trials wrote unlike values: there is but one tensor to hold them."""
+        late = self._versions is not None and self._versions != [leaf._version for leaf in self._plain]
+        if late and not self.copies and not self._finds_out:
+            raise FusionError(
+                f"{who} writes to an argument that all trials share, and did not in the first forward",
+                "run the module that calls it trial by trial: name that in fuse(..., unfused=[...])",
+            )
         captures = any(x.is_cuda for x in self._plain) and torch.cuda.is_current_stream_capturing()
         if captures or any(isinstance(x, FakeTensor) for x in self._plain):
             return

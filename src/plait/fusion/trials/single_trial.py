@@ -18,7 +18,15 @@ from torch.overrides import TorchFunctionMode
 
 from plait.fusion.dispatch.fallback import body_of
 from plait.fusion.dispatch.random import Streams
-from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, arguments_of, spellings
+from plait.fusion.dispatch.registry import (
+    RULES,
+    Arguments,
+    Function,
+    Options,
+    arguments_of,
+    spellings,
+    usual_form,
+)
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.dispatch.torch_patches import running
 from plait.fusion.rules.dropout import alpha_dropout, drop, dropout, feature_dropout
@@ -90,7 +98,7 @@ class SingleTrialMode(TorchFunctionMode):
             return made[-1][1]
 
         made: list[tuple[Tensor, TrialTensor]] = []
-        args, options = with_tensor(wrap, args, kwargs)
+        args, options = usual_form(func, *with_tensor(wrap, args, kwargs))
         outcome = RULES[func](func, args, options)
         x, wrapped = made[0]
         if outcome is wrapped:  # not active, or in place
