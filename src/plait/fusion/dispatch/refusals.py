@@ -20,7 +20,8 @@ _VALUES = (
 # Those among them that return one value: allowed if all trials have the same.
 _SCALARS = "item __bool__ __int__ __float__ __index__ is_nonzero equal allclose __contains__"
 _RESHAPING = "transpose_ t_ squeeze_ unsqueeze_ resize_ resize_as_ swapaxes_ swapdims_ set_"
-_STREAMED = "rand, randn, normal, randint, randperm, bernoulli, multinomial, exponential_ or dropout"
+_STREAMED = "rand, randn, normal, randint, randperm, bernoulli, multinomial, exponential_, dropout"
+_INSTEAD = f"use one of which each trial has its own stream ({_STREAMED})"
 RANDOM = "rrelu rrelu_ geometric_ cauchy_ log_normal_ poisson random_"
 
 
@@ -116,15 +117,12 @@ def refuse_values(function: Function, args: Arguments, kwargs: Options) -> Any:
 @rule(*RANDOM.split())
 def refuse_random(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Raise FusionError for a draw from torch's generator, which all trials share."""
-    name, own = name_of(function), "of which each trial has its own stream"
-    if name.removesuffix("_") in f"{RANDOM} {_STREAMED}".split() and name not in RANDOM.split():
-        raise FusionError(
-            f"{user_line()}\n  draws from torch's generator ({name}), as it is called here, which all trials "
-            f"share; draw into a new tensor without out= or a generator, {own}"
-        )
+    name = name_of(function)
+    advice = _INSTEAD
+    if name.removesuffix("_") in [streamed.removesuffix("_") for streamed in _STREAMED.split(", ")]:
+        advice = "draw into a new tensor, without out= or a generator, so that each trial uses its own stream"
     raise FusionError(
-        f"{user_line()}\n  draws from torch's generator ({name}), which all trials share; "
-        f"use {_STREAMED}, {own}"
+        f"{user_line()}\n  draws from torch's generator ({name}), which all trials share; {advice}"
     )
 
 
@@ -132,8 +130,7 @@ def refuse_hidden_draws() -> NoReturn:
     """Raise FusionError after a forward in which torch's generator was used where no call could be seen."""
     raise FusionError(
         f"the forward, or a function given to map, draws from torch's generator within another function "
-        f"(such as torch.distributions.Beta or nn.init), which all trials share; use {_STREAMED}, of which "
-        f"each trial has its own stream",
+        f"(such as torch.distributions.Beta or nn.init), which all trials share; {_INSTEAD}",
         "name the module in fuse(..., unfused=[...])",
     )
 
