@@ -28,6 +28,7 @@ from plait.fusion.forward_patches import Patch
 from plait.fusion.rules.hooks import foreign_hooks
 from plait.fusion.sharing import equal_values
 from plait.fusion.trials.late_attributes import LateAttributes
+from plait.fusion.trials.memory_of_trials import is_memory_of, is_parameter, is_same_memory, of_all
 from plait.fusion.trials.one_by_one import one_by_one, slice_of
 from plait.fusion.trials.partial_gradients import DeliverGradient, delivers, note_others
 from plait.fusion.trials.shared_writes import SharedArguments, placed, sums_of
@@ -72,7 +73,7 @@ class PerTrialModules:
 
     def _whole(self) -> dict[str, Tensor]:
         """The parameters and buffers of all trials, by their names in `part`."""
-        return {slot.key: _inner(slot.tensor) for slot in slots_of(self.part) if slot.tensor is not None}
+        return {slot.key: of_all(slot.tensor) for slot in slots_of(self.part) if slot.tensor is not None}
 
     def point(self, start: int = 0) -> None:
         """Make the parameters and buffers of trials, from `start` on, views of the current fused ones.
@@ -105,7 +106,7 @@ class PerTrialModules:
         return (
             not slot.is_buffer
             and parameter.requires_grad == stacked.requires_grad
-            and _is_memory_of(parameter, stacked, number)
+            and is_memory_of(parameter, stacked, number)
             and (not parameter.requires_grad or delivers(parameter, stacked))
         )
 
@@ -116,7 +117,7 @@ class PerTrialModules:
         elif parameter.is_leaf:
             if parameter.requires_grad != stacked.requires_grad:
                 parameter.requires_grad_(stacked.requires_grad)
-            if not _is_same_memory(parameter, own):
+            if not is_same_memory(parameter, own):
                 parameter.data = own
             if not parameter.requires_grad or id(stacked) in self._tied or delivers(parameter, stacked):
                 return
@@ -186,13 +187,7 @@ class PerTrialModules:
             outcomes = self._outcomes(singles, slices, args, kwargs)
         self._streams = singles[-1]
         with torch._C.DisableTorchFunction():
-            after = sums_of(list(shared.values()))
-            if written := [name for name, one, other in zip(shared, sums or (), after or ()) if one != other]:
-                raise FusionError(
-                    f"{type(self.part).__qualname__} writes to {written[0]!r}, which all trials share, by "
-                    f"its .data or another name; fuse the models with share='never'"
-                )
-            self._keep_written()
+            self._keep_written(shared, sums)
         return stack_outcomes(outcomes, self.trials, type(self.part).__qualname__, self.trials.rows)
 
     def _outcomes(
@@ -213,9 +208,8 @@ class PerTrialModules:
             held = _holding(slices, module, self.part, number)
             with watched, held, seeded_for(streams), SingleTrialMode(streams):
                 outcomes.append(module(*trial_args, **trial_kwargs))
-            if shape is not None and shape != _shape_of_objects(
-                who, trial_args, trial_kwargs
-            ):  # such as a cache
+            # Such as a cache.
+            if shape is not None and shape != _shape_of_objects(who, trial_args, trial_kwargs):
                 raise FusionError(
                     f"{who} changes an argument object that all trials share; run the module that calls it "
                     f"trial by trial"
@@ -252,7 +246,7 @@ class PerTrialModules:
             for slot in copied:
                 own = whole[slot.key]
                 # What the trial has replaced is looked at later.
-                if slot.tensor is not None and _is_same_memory(slot.tensor, copies[id(own)]):
+                if slot.tensor is not None and is_same_memory(slot.tensor, copies[id(own)]):
                     self._point_at(slot, own, own.data, number)
 
     def _unshare(self, written: dict[str, dict[int, Tensor]]) -> None:
@@ -266,12 +260,12 @@ class PerTrialModules:
             for number, slot in slots
             if slot.tensor is not None
             and slot.key in before
-            and _is_same_memory(slot.tensor, before[slot.key])
+            and is_same_memory(slot.tensor, before[slot.key])
         ]
         with as_outside_of_inference():
             self._tensors.unshare([name for name in written if name in self._tensors.shared])
         for name, values in written.items():
-            own = _inner(next(slot.tensor for slot in slots_of(self._tensors.module) if slot.key == name))
+            own = of_all(next(slot.tensor for slot in slots_of(self._tensors.module) if slot.key == name))
             for number, value in values.items():
                 own.data[number].copy_(value)
         now = self._whole()
@@ -284,9 +278,9 @@ class PerTrialModules:
         if not (names := {id(tensor): name for name, tensor in self._shared().items()}):
             return
         whole = self._whole()
-        for slot in (slot for slots in every for slot in slots if _is_parameter(slot)):
+        for slot in (slot for slots in every for slot in slots if is_parameter(slot)):
             shared = whole.get(slot.key)
-            if shared is not None and id(shared) in names and not _is_same_memory(slot.tensor, shared):
+            if shared is not None and id(shared) in names and not is_same_memory(slot.tensor, shared):
                 self._tensors.unshare([names.pop(id(shared))])
 
     def _refuse_written(self, every: Sequence[Sequence[Slot]]) -> None:
@@ -304,17 +298,17 @@ class PerTrialModules:
 
     def _follow_freezing(self, every: Sequence[Sequence[Slot]], whole: dict[str, Tensor]) -> None:
         """Freeze or unfreeze the fused parameters as all trials' modules have."""
-        changed: dict[str, int] = {}
-        for slot in (slot for slots in every for slot in slots if _is_parameter(slot)):
+        changed: dict[str, list[bool]] = {}
+        for slot in (slot for slots in every for slot in slots if is_parameter(slot)):
             stacked = whole.get(slot.key)
             if stacked is not None and slot.tensor.requires_grad != stacked.requires_grad:
-                changed[slot.key] = changed.get(slot.key, 0) + 1
-        for key, count in changed.items():
-            if count < len(every):
+                changed.setdefault(slot.key, []).append(slot.tensor.requires_grad)
+        for key, found in changed.items():
+            if len(found) < len(every):
                 raise FusionError(
                     f"{type(self.part).__qualname__} freezes or unfreezes {key!r} in some trials only"
                 )
-            whole[key].requires_grad_(not whole[key].requires_grad)
+            whole[key].requires_grad_(found[0])
         for number, slots in enumerate(every) if changed else ():
             for slot in (slot for slot in slots if slot.key in changed):
                 shared = id(whole[slot.key]) in self._tensors.shared_ids()
@@ -326,19 +320,29 @@ class PerTrialModules:
         return {id(t): t.unbind() for t in whole if id(t) in self._tied and id(t) not in shared}
 
     @torch.no_grad()
-    def _keep_written(self) -> None:
-        """Copy replaced parameter data and buffers back to the fused tensors."""
+    def _keep_written(self, shared_before: dict[str, Tensor], sums: list[int] | None) -> None:
+        """Copy replaced parameter data and buffers back to the fused tensors.
+
+        The `sums` of the bits of what was shared before are those that they should still have.
+        """
         every = [slots_of(module) for module in self.modules]
         self._refuse_written(every)
+        after = sums_of(list(shared_before.values()))
+        pairs = zip(shared_before, sums or (), after or ())
+        if written := [name for name, one, other in pairs if one != other]:
+            raise FusionError(
+                f"{type(self.part).__qualname__} writes to {written[0]!r}, which all trials share, by its "
+                f".data or another name; fuse the models with share='never'"
+            )
         self._unshare_replaced(every)
         whole, shared = self._whole(), self._tensors.shared_ids()
         self._follow_freezing(every, whole)
         for number, slots in enumerate(every):
             for slot in slots:
                 stacked = whole.get(slot.key)
-                if stacked is None or id(stacked) in shared or not _is_parameter(slot):
+                if stacked is None or id(stacked) in shared or not is_parameter(slot):
                     continue
-                if not _is_memory_of(slot.tensor, stacked, number):
+                if not is_memory_of(slot.tensor, stacked, number):
                     stacked.data[number].copy_(slot.tensor.data)
                     slot.tensor.data = stacked.data[number]
         buffers = [{slot.key: slot.tensor for slot in slots if slot.is_buffer} for slots in every]
@@ -346,9 +350,9 @@ class PerTrialModules:
             values = [tensors[slot.key] for tensors in buffers if tensors.get(slot.key) is not None]
             if not slot.is_buffer or slot.tensor is None or len(values) < len(every):
                 continue
-            inner = _inner(slot.tensor)
+            inner = of_all(slot.tensor)
             parts = [inner] * len(values) if id(inner) in shared else inner
-            if all(_is_same_memory(value, part) for value, part in zip(values, parts)):
+            if all(is_same_memory(value, part) for value, part in zip(values, parts)):
                 continue
             if len({tuple(value.shape) for value in values}) > 1:
                 raise FusionError(
@@ -387,7 +391,7 @@ def _holding(
     slices: dict[int, tuple[Tensor, ...]], module: nn.Module, part: nn.Module, number: int
 ) -> Iterator[None]:
     """Context in which one trial's module holds slices of tied parameters of the fused `part`."""
-    stacked = {slot.key: id(_inner(slot.tensor)) for slot in slots_of(part)} if slices else {}
+    stacked = {slot.key: id(of_all(slot.tensor)) for slot in slots_of(part)} if slices else {}
     held = [
         (slot, slot.tensor, slices[stacked[slot.key]][number])
         for slot in (slots_of(module) if slices else ())
@@ -399,7 +403,7 @@ def _holding(
         yield
     finally:
         for slot, parameter, slice_ in held:
-            if not _is_same_memory(slice_, parameter):  # its data was replaced
+            if not is_same_memory(slice_, parameter):  # its data was replaced
                 parameter.data.copy_(slice_.data)
             slot.tensors[slot.name] = parameter
 
@@ -426,27 +430,3 @@ def _shape_of_objects(who: str, args: Any, kwargs: Any) -> Any:
             f"{who} takes an object or a function that holds tensors of all trials, which cannot be cut for "
             f"one; run the module that calls it trial by trial"
         ) from failure
-
-
-def _inner(tensor: Any) -> Any:
-    return tensor.stacked if isinstance(tensor, TrialTensor) else tensor
-
-
-def _is_same_memory(one: Tensor, other: Tensor) -> bool:
-    same = one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-    return same and one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
-
-
-def _is_memory_of(own: Tensor, stacked: Tensor, number: int | None) -> bool:
-    """Whether `own` is one trial of `stacked`, or all of it where there is no number."""
-    if number is None:
-        return _is_same_memory(own, stacked)
-    same = own.dtype == stacked.dtype and own.device == stacked.device
-    (first, *strides), (_, *shape) = stacked.stride(), stacked.shape
-    if not same or list(own.shape) != shape or list(own.stride()) != strides:
-        return False
-    return own.data_ptr() == stacked.data_ptr() + number * first * stacked.element_size()
-
-
-def _is_parameter(slot: Slot) -> bool:
-    return not slot.is_buffer and slot.tensor is not None and slot.tensor.is_leaf
