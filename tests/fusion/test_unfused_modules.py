@@ -530,6 +530,8 @@ def test_what_is_set_on_a_part_after_fusing_holds_for_all_trials():
     for number, model in enumerate(models):
         torch.testing.assert_close(together[number], model(x[number]), rtol=1e-12, atol=1e-12)
         assert fused.trial(number).scale == 0.1
+    fused.module.layer.register_state_dict_pre_hook(lambda *given: None)
+    fused(x)  # states are those of the fused module
     fused.module.layer.register_forward_hook(lambda *given: None)
     with pytest.raises(FusionError, match="a hook on 'layer' would not be called"):
         fused(x)
@@ -600,6 +602,11 @@ def test_writes_to_an_argument_are_looked_at_in_each_mode_and_refused_where_they
     x[0], x[1] = x[0].abs(), -x[1].abs()
     with pytest.raises(FusionError, match="writes what differs between trials into an argument"):
         fused(x)
+    one, wanted = fuse([copy.deepcopy(models[0])], unfused=["part"]).eval(), copy.deepcopy(models[0]).eval()
+    for always in (False, True):  # a trial alone may write when it likes
+        for part in (*one.per_trial_modules["part"].modules, wanted.part):
+            part.always = always
+        torch.testing.assert_close(one(x[:1])[0], wanted(x[0]), rtol=1e-12, atol=1e-12)
     late = fuse(make_models(lambda: Masked(False)), unfused=["part"])
     late.module.part.training = False
     late(x)

@@ -14,7 +14,11 @@ from plait.fusion.errors import FusionError
 
 # What torch keeps in each module; their tensors, modes and hooks are followed in other ways.
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
-_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs")))
+# Hooks around forward and backward, which are those of the trials' modules.
+HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
+)  # fmt: skip
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 _ABSENT = object()
 
@@ -48,7 +52,7 @@ def _own(module: nn.Module) -> dict[str, Any]:
 
 
 def _hooks(module: nn.Module) -> int:
-    return sum([len(getattr(module, name)) for name in _HOOKS])
+    return sum([len(getattr(module, name)) for name in HOOKS])
 
 
 def _of_trial(value: Any, number: int) -> Any:

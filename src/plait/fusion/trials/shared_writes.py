@@ -70,10 +70,10 @@ class SharedArguments:
         else:
             self.copies = any(not torch.equal(a, b) for a, b in zip(self._plain, self._pristine))
 
-    def refuse_unlike(self, who: str) -> None:
+    def refuse_unlike(self, who: str, count: int) -> None:
         """Raise FusionError if the trials wrote unlike values: there is but one tensor to hold them."""
         late = self._versions is not None and self._versions != [leaf._version for leaf in self._plain]
-        if late and not self.copies and not self._finds_out:
+        if late and count > 1 and not self.copies and not self._finds_out:
             raise FusionError(
                 f"{who} writes to an argument that all trials share, and did not in the first forward",
                 "run the module that calls it trial by trial: name that in fuse(..., unfused=[...])",

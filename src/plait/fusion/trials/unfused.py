@@ -27,17 +27,12 @@ from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch
 from plait.fusion.rules.hooks import foreign_hooks
 from plait.fusion.sharing import equal_values
-from plait.fusion.trials.late_attributes import LateAttributes
+from plait.fusion.trials.late_attributes import HOOKS, LateAttributes
 from plait.fusion.trials.memory_of_trials import is_memory_of, is_parameter, is_same_memory, of_all
 from plait.fusion.trials.one_by_one import one_by_one, slice_of
 from plait.fusion.trials.partial_gradients import DeliverGradient, delivers, note_others
 from plait.fusion.trials.shared_writes import SharedArguments, placed, sums_of
 from plait.fusion.trials.single_trial import SingleTrialMode, seeded_for
-
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-    "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
-)  # fmt: skip
 
 
 class PerTrialModules:
@@ -61,7 +56,7 @@ class PerTrialModules:
         self._copies: dict[bool, bool] = {}
         # A trial's streams of the last forward.
         self._streams: Streams | None = None
-        for name in _HOOKS:  # the per-trial modules have them
+        for name in HOOKS:  # the per-trial modules have them
             setattr(part, name, OrderedDict())
         for path, inner in part.named_modules():
             if type(inner).get_extra_state is not nn.Module.get_extra_state:
@@ -216,7 +211,7 @@ class PerTrialModules:
                 )
             if number == 0:
                 shared.first_has_run()
-        shared.refuse_unlike(who)
+        shared.refuse_unlike(who, self.trials.count)
         self._copies[mode] = bool(shared.copies)
         if is_first:
             self._unshare(written)
