@@ -22,22 +22,26 @@ _PROGRAMS = 132 * 8
 
 @triton.jit
 def _spread(
-    x_ptr, y_ptr, size, batch, in_h, in_w, high, wide, channels, x_row,
+    x_ptr, y_ptr, size, trials, in_h, in_w, high, wide, channels,
+    of_trial, of_image, of_channel, of_line, of_pixel,
     PAD_H: tl.constexpr, PAD_W: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Separate each trial's images, padded with zeros on all sides and to `FEW` channels."""
-    pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Separate each trial's images, padded with zeros on all sides and to `FEW` channels.
+
+    The trials of the same pixels are neighbours in the grid, as they are in memory.
+    """
+    trial = (tl.program_id(0) % trials).to(tl.int64)
+    pixel = tl.program_id(0) // trials * BLOCK + tl.arange(0, BLOCK)
     channel = tl.arange(0, FEW)
     x_at = pixel % wide - PAD_W
     line = pixel // wide
     y_at = line % high - PAD_H
-    image = line // high
-    trial = image // batch
+    image = (line // high).to(tl.int64)
     inside = (x_at >= 0) & (x_at < in_w) & (y_at >= 0) & (y_at < in_h) & (pixel < size)
-    row = (((image % batch) * in_h + y_at) * in_w + x_at).to(tl.int64) * x_row + trial * channels
+    at = trial * of_trial + image * of_image + y_at * of_line + x_at * of_pixel
     mask = inside[:, None] & (channel < channels)[None, :]
-    x = tl.load(x_ptr + row[:, None] + channel[None, :], mask=mask, other=0.0)
-    to = pixel.to(tl.int64)[:, None] * FEW + channel[None, :]
+    x = tl.load(x_ptr + at[:, None] + (channel * of_channel)[None, :], mask=mask, other=0.0)
+    to = (trial * size + pixel)[:, None] * FEW + channel[None, :]
     tl.store(y_ptr + to, x, mask=(pixel < size)[:, None])
 
 
@@ -159,18 +163,16 @@ def _width(size: int) -> int:
 
 
 def spread_out(large: Tensor, taps: Tensor, stride: int, pad: Pad) -> Tensor:
-    """`large` as (trials, batch, height, width, few), padded for all taps."""
+    """`large`, in any order of axes, as (trials, batch, height, width, few), padded for all taps."""
     trials, _, kernel_h, _, channels = taps.shape
     size, taps_across = small_size(large, taps, stride, pad), _taps_across(taps)
     high = (size[0] - 1) * stride + kernel_h
     wide = stride * cdiv((size[1] - 1) * stride + taps_across, stride)
     shape = (trials, large.shape[1], high, wide, FEW)
     spread = torch.empty(shape, dtype=large.dtype, device=large.device)
-    pixels = spread.numel() // FEW
-    numbers = (
-        pixels, large.shape[1], *large.shape[3:], high, wide, channels, trials * channels, *pad, FEW, 512
-    )  # fmt: skip
-    launch(_spread, (cdiv(pixels, 512),), (large, spread), numbers)
+    pixels = large.shape[1] * high * wide
+    numbers = (pixels, trials, *large.shape[3:], high, wide, channels, *large.stride(), *pad, FEW, 512)
+    launch(_spread, (trials * cdiv(pixels, 512),), (large, spread), numbers)
     return spread
 
 

@@ -39,9 +39,9 @@ def _down(
 def _up(small: Tensor, taps: Tensor, bias: Tensor | None, stride: int, pad: Pad, size: Size) -> Tensor:
     """The transposed convolution to images of `size`."""
     large = new_images(small, taps.shape[-1], size)
-    # If each pixel of the large image depends on one pixel of the small one by one of several taps, a product
-    # with all taps wastes nothing; if it has few channels, separate products per tap would be narrow.
-    if im2col.fits(taps) or (small.shape[3:] == (1, 1) and taps.shape[2:4] != (1, 1)):
+    if small.shape[3:] == (1, 1):  # each tap of its only pixel makes a pixel, whatever the stride
+        stride = max(stride, *taps.shape[2:4])
+    if im2col.fits(taps):  # separate products per tap would be narrow
         points = im2col.as_points(taps)
         columns = new_images(small, points.shape[1], small.shape[3:], torch.float32)
         spread = im2col.spread_out(small, points, 1, (0, 0)) if im2col.fits(points) else None
@@ -117,7 +117,7 @@ class _FewChannels(PlainFunction):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, pad: Pad, slope: float
     ) -> Tensor:
         taps = _taps(weight, x.dtype)
-        spread = im2col.spread_out(in_order(x), taps, stride, pad)
+        spread = im2col.spread_out(x, taps, stride, pad)
         y = new_images(x, taps.shape[1], small_size(x, taps, stride, pad))
         im2col.down(spread, taps, bias, stride, y, slope)
         ctx.geometry = (stride, pad, slope, bias is not None, weight.dtype, x.shape[3:])
