@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, rule, spellings
+from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, arguments_of, rule, spellings
 from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
+from plait.fusion.kernels import can_run_on
 from plait.fusion.rules.convolution import fold_channels, unfold_channels
 
 _POOLS = "max_pool avg_pool adaptive_max_pool adaptive_avg_pool"
+_MAX_POOL = "input kernel_size stride padding dilation ceil_mode return_indices"
+_DEFAULTS: Options = {"stride": (), "padding": 0, "dilation": 1, "ceil_mode": False, "return_indices": False}
 
 
 def pool(function: Function, args: Arguments, kwargs: Options) -> Any:
@@ -23,12 +26,30 @@ def pool(function: Function, args: Arguments, kwargs: Options) -> Any:
         return wrap(x.stacked.mean(tuple(range(-spatial, 0)), keepdim=True), x.trials)
     if x.dim() == spatial + 1:
         return wrap(function(x.stacked, *args[1:], **rest), x.trials)
+    if function in _TO_MAXIMA and (largest := _by_kernel(x.stacked, args, kwargs)) is not None:
+        return wrap(largest, x.trials)
     count = x.trials.count
     if x.stacked.stride(0) == x.stacked.stride(1) * x.stacked.shape[1]:
         outcome = function(x.stacked.flatten(0, 1), *args[1:], **rest)
         return wrap(_each(outcome, lambda y: y.unflatten(0, (count, -1))), x.trials)
     outcome = function(fold_channels(x.stacked), *args[1:], **rest)
     return wrap(_each(outcome, lambda y: unfold_channels(y, count)), x.trials)
+
+
+def _by_kernel(x: Tensor, args: Arguments, kwargs: Options) -> Tensor | None:
+    """The largest of each window by our kernel; None if it does not support this."""
+    if not can_run_on(x) or not x.is_floating_point() or x.dtype == torch.float64:
+        return None
+    from plait.fusion.kernels.max_pool import fits, max_pool  # needs Triton
+
+    given = arguments_of(_MAX_POOL, _DEFAULTS, args, kwargs)
+    if given["dilation"] not in (1, (1, 1), [1, 1]) or given["ceil_mode"] or given["return_indices"]:
+        return None
+    kernel, stride, pad = (
+        (value, value) if isinstance(value, int) else tuple(value)
+        for value in (given["kernel_size"], given["stride"] or given["kernel_size"], given["padding"])
+    )
+    return max_pool(x, kernel, stride, pad) if fits(x, kernel, stride, pad) else None
 
 
 def _each(outcome: Any, function: Function) -> Any:
@@ -40,6 +61,7 @@ def _is_one(size: Any) -> bool:
     return size == 1 if type(size) is int else type(size) in (tuple, list) and set(size) == {1}
 
 
+_TO_MAXIMA = frozenset(spellings(["max_pool2d"]))
 _TO_MEANS = frozenset(spellings(f"adaptive_avg_pool{dims}d" for dims in (1, 2, 3)))
 _SPATIAL: dict[Function, int] = {}
 for _kind in _POOLS.split():
