@@ -12,6 +12,8 @@ from plait.fusion.kernels import cdiv
 from plait.fusion.kernels.launch import launch, tl, triton
 
 _BLOCK = 1024
+# The numbers that are written together, or none: a word of 16 bytes.
+_WORD = 4
 # The most parameters of one launch, and what addresses are multiples of. All sizes of a launch are, or none:
 # these have another compiled kernel.
 _MOST, _ALIGNED = 8, 16
@@ -20,11 +22,20 @@ Moments = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @triton.jit
+def _bits(a, b):
+    """The bits in which two numbers differ."""
+    return a.to(tl.int32, bitcast=True) ^ b.to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def _adam(
     ps, gs, means, squares, table_ptr, sizes, trials,
-    DECOUPLED: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    DECOUPLED: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
-    """The formulas of `plait.fusion.optim.optimizer_kinds` for a block of one trial's elements."""
+    """The formulas of `plait.fusion.optim.optimizer_kinds` for a block of one trial's elements.
+
+    What stays as it is, as where gradients have always been zero, is not written.
+    """
     block = tl.program_id(0)
     p_ptr = ps[0]
     g_ptr = gs[0]
@@ -43,7 +54,8 @@ def _adam(
             first = end
         end += tl.cdiv(sizes[number], BLOCK)
     trial = tl.program_id(1)
-    offs = (block - first) * BLOCK + tl.arange(0, BLOCK)
+    words = (block - first) * (BLOCK // WORD) + tl.arange(0, BLOCK // WORD)
+    offs = words[:, None] * WORD + tl.arange(0, WORD)[None, :]
     mask = offs < size
     at = trial.to(tl.int64) * size + offs
     step = tl.load(table_ptr + trial)
@@ -56,16 +68,19 @@ def _adam(
     g = tl.load(g_ptr + at, mask=mask, other=0.0)
     mean = tl.load(mean_ptr + at, mask=mask, other=0.0)
     square = tl.load(square_ptr + at, mask=mask, other=0.0)
+    new_p = p
     if DECOUPLED:
-        p *= tl.load(table_ptr + 7 * trials + trial)
+        new_p = p * tl.load(table_ptr + 7 * trials + trial)
     else:
         g += tl.load(table_ptr + 6 * trials + trial) * p
-    mean += enter1 * (g - mean)
-    square = keep2 * square + enter2 * g * g
-    p -= mean / (tl.sqrt(square) * root + eps) * step
-    tl.store(p_ptr + at, p, mask=mask)
-    tl.store(mean_ptr + at, mean, mask=mask)
-    tl.store(square_ptr + at, square, mask=mask)
+    new_mean = mean + enter1 * (g - mean)
+    new_square = keep2 * square + enter2 * g * g
+    new_p -= new_mean / (tl.sqrt(new_square) * root + eps) * step
+    apart = _bits(new_p, p) | _bits(new_mean, mean) | _bits(new_square, square)
+    mask = mask & (tl.max((apart != 0).to(tl.int32), 1) != 0)[:, None]
+    tl.store(p_ptr + at, new_p, mask=mask)
+    tl.store(mean_ptr + at, new_mean, mask=mask)
+    tl.store(square_ptr + at, new_square, mask=mask)
 
 
 def adam(moments: Iterable[Moments], numbers: Tensor, decoupled: bool) -> None:
@@ -78,7 +93,7 @@ def adam(moments: Iterable[Moments], numbers: Tensor, decoupled: bool) -> None:
         sizes = tuple([p.numel() // trials for p, *_ in several])
         tensors = *zip(*several), numbers
         grid = sum([cdiv(size, _BLOCK) for size in sizes]), trials
-        launch(_adam, grid, tensors, (sizes, trials, decoupled, len(several), _BLOCK), num_warps=4)
+        launch(_adam, grid, tensors, (sizes, trials, decoupled, len(several), _BLOCK, _WORD), num_warps=4)
         # As after a write by torch: a backward that saved a parameter before must not go on unnoticed.
         torch.autograd.graph.increment_version([p for p, *_ in several])
 
