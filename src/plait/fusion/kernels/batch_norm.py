@@ -3,7 +3,7 @@
 Values have shape (trials, batch, channels, ...) and lie in memory as (batch, points, trials x channels). The
 statistics of each channel of each trial are in one table with the rows `KNOWN`: the norm is a x + b, from a
 mean and an inverse deviation. A ReLU is a `slope` of 0 below zero, a leaky one another slope, none a slope
-of 1; smooth activations have names in place of one.
+of 1; smooth activations have names in place of one. Loops over tiles load three ahead of what they compute.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
@@ -22,11 +22,9 @@ from plait.fusion.plain_function import PlainFunction, once_differentiable
 from plait.fusion.speed.lazy_activation import Slope
 
 _ROWS, _CHANNELS = 32, 128
-# Of a maximum, which is kept with its index and sums for each of them.
-_FEWER_ROWS = 8
 # Of its channels a program reads the table once, and then this many tiles.
-_TILES = 16
-# Sums are over as many rows a program as fill a GPU about once; of gradients, over fewer channels.
+_TILES = 8
+# Sums are over as many rows a program as fill a GPU about once, and over fewer channels.
 _PROGRAMS, _SUMMED = 132 * 4, 64
 # The activations with names.
 SMOOTH = frozenset(("silu", "hardswish"))
@@ -117,7 +115,8 @@ def _sums(x_ptr, out_ptr, counts_ptr, rows, channels, BLOCK_R: tl.constexpr, BLO
     shift = _known(x_ptr, 0, offs_c, channels).to(tl.float32)
     total = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
     square = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
-    for start in range(tl.program_id(1) * BLOCK_R, rows, tl.num_programs(1) * BLOCK_R):
+    first, apart = tl.program_id(1) * BLOCK_R, tl.num_programs(1) * BLOCK_R
+    for start in tl.range(first, rows, apart, num_stages=3):
         offs_r = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
         mask = (offs_r < rows)[:, None] & real[None, :]
         x = tl.load(x_ptr + offs_r[:, None] * channels + offs_c[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -125,10 +124,8 @@ def _sums(x_ptr, out_ptr, counts_ptr, rows, channels, BLOCK_R: tl.constexpr, BLO
         total += x
         square += x * x
     # How many rows those of this program are: its last tile may have fewer.
-    start = tl.program_id(1) * BLOCK_R
-    apart = tl.num_programs(1) * BLOCK_R
-    tiles = (rows - start + apart - 1) // apart
-    count = (tiles - 1) * BLOCK_R + tl.minimum(rows - start - (tiles - 1) * apart, BLOCK_R)
+    tiles = (rows - first + apart - 1) // apart
+    count = (tiles - 1) * BLOCK_R + tl.minimum(rows - first - (tiles - 1) * apart, BLOCK_R)
     _store_moments(out_ptr, counts_ptr, total, square, shift, count, offs_c, channels)
 
 
@@ -181,7 +178,8 @@ def _normalise(
     offs_c, real = _columns(channels, BLOCK_C)
     a = _known(table_ptr, 0, offs_c, channels)
     b = _known(table_ptr, 1, offs_c, channels)
-    for start in range(tl.program_id(1) * BLOCK_R, rows, tl.num_programs(1) * BLOCK_R):
+    first, apart = tl.program_id(1) * BLOCK_R, tl.num_programs(1) * BLOCK_R
+    for start in tl.range(first, rows, apart, num_stages=3):
         offs_r = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
         mask = (offs_r < rows)[:, None] & real[None, :]
         at = offs_r[:, None] * channels + offs_c[None, :]
@@ -202,7 +200,8 @@ def _gradient_sums(
     inverse = _known(table_ptr, 3, offs_c, channels)
     total = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
     product = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
-    for start in range(tl.program_id(1) * BLOCK_R, rows, tl.num_programs(1) * BLOCK_R):
+    first, apart = tl.program_id(1) * BLOCK_R, tl.num_programs(1) * BLOCK_R
+    for start in tl.range(first, rows, apart, num_stages=3):
         offs_r = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
         mask = (offs_r < rows)[:, None] & real[None, :]
         at = offs_r[:, None] * channels + offs_c[None, :]
@@ -223,7 +222,8 @@ def _gradient(
     offs_c, real = _columns(channels, BLOCK_C)
     a, mean, shift, factor = _before_norm(table_ptr, totals_ptr, offs_c, channels, rows)
     b = _known(table_ptr, 1, offs_c, channels)
-    for start in range(tl.program_id(1) * BLOCK_R, rows, tl.num_programs(1) * BLOCK_R):
+    first, apart = tl.program_id(1) * BLOCK_R, tl.num_programs(1) * BLOCK_R
+    for start in tl.range(first, rows, apart, num_stages=3):
         offs_r = (start + tl.arange(0, BLOCK_R)).to(tl.int64)
         mask = (offs_r < rows)[:, None] & real[None, :]
         at = offs_r[:, None] * channels + offs_c[None, :]
@@ -252,7 +252,7 @@ def _largest(
         shift = _known(x_ptr, sample * points, offs_c, channels).to(tl.float32)
     best = tl.full((BLOCK_R, BLOCK_C), float("-inf"), dtype=tl.float32)
     first = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
-    for start in range(0, points, BLOCK_R):
+    for start in tl.range(0, points, BLOCK_R, num_stages=3):
         offs_r = start + tl.arange(0, BLOCK_R)
         mask = (offs_r < points)[:, None] & real[None, :]
         at = (sample * points + offs_r)[:, None] * channels + offs_c[None, :]
@@ -285,7 +285,8 @@ def _gradient_of_largest(
     a, mean, shift, factor = _before_norm(table_ptr, totals_ptr, offs_c, channels, count)
     index = _known(index_ptr, sample, offs_c, channels)
     of_largest = _known(dy_ptr, sample, offs_c, channels)
-    for start in range(tl.program_id(1) * BLOCK_R, points, tl.num_programs(1) * BLOCK_R):
+    first, apart = tl.program_id(1) * BLOCK_R, tl.num_programs(1) * BLOCK_R
+    for start in tl.range(first, points, apart, num_stages=3):
         offs_r = start + tl.arange(0, BLOCK_R)
         mask = (offs_r < points)[:, None] & real[None, :]
         at = (sample * points + offs_r)[:, None] * channels + offs_c[None, :]
@@ -329,10 +330,10 @@ def statistics(
         counts = sums.new_empty(batch)
         largest = _find_largest(x, weight, sums, counts)
     else:
-        sums = _partial(rows, channels, _CHANNELS, x.device)
+        sums = _partial(rows, channels, x.device)
         counts = sums.new_empty(len(sums))
-        grid = cdiv(channels, _CHANNELS), len(sums)
-        launch(_sums, grid, (x, sums, counts), (rows, channels, _ROWS, _CHANNELS))
+        grid = cdiv(channels, _SUMMED), len(sums)
+        launch(_sums, grid, (x, sums, counts), (rows, channels, _ROWS, _SUMMED))
     table = torch.empty((len(KNOWN), channels), dtype=torch.float32, device=x.device)
     mean, variance = running or (table, table)
     tensors = sums, counts, weight, bias, mean, variance, table
@@ -349,14 +350,14 @@ def _find_largest(
     index = torch.empty((batch, channels), dtype=torch.int64, device=x.device)
     has_sums = sums is not None
     tensors = x, weight, value, index, sums if has_sums else value, counts if has_sums else value
-    numbers = points, channels, has_sums, _FEWER_ROWS, _CHANNELS
+    numbers = points, channels, has_sums, _ROWS, _CHANNELS
     launch(_largest, (cdiv(channels, _CHANNELS), batch), tensors, numbers)
     return value, index
 
 
-def _partial(rows: int, channels: int, block: int, device: torch.device) -> Tensor:
+def _partial(rows: int, channels: int, device: torch.device) -> Tensor:
     """Room for two sums of each channel, for as many programs as there are rows for."""
-    shares = max(1, min(_PROGRAMS // cdiv(channels, block), cdiv(rows, _ROWS)))
+    shares = max(1, min(_PROGRAMS // cdiv(channels, _SUMMED), cdiv(rows, _ROWS)))
     return torch.empty(shares, 2, channels, dtype=torch.float32, device=device)
 
 
@@ -381,7 +382,7 @@ class _Norm(PlainFunction):
         dy = in_memory(dy).contiguous()
         batch, points, channels = _sizes(x)
         rows = batch * points
-        sums = _partial(rows, channels, _SUMMED, x.device)
+        sums = _partial(rows, channels, x.device)
         grid = cdiv(channels, _SUMMED), len(sums)
         launch(_gradient_sums, grid, (x, dy, table, sums), (rows, channels, ctx.slope, _ROWS, _SUMMED))
         totals = sums[0] if len(sums) == 1 else sums.sum(0)
