@@ -19,7 +19,7 @@ from plait.fusion.errors import FusionError, user_line
 from plait.fusion.plain_function import PlainFunction
 from plait.fusion.rules.elementwise import align_operand, link_copy
 from plait.fusion.rules.reductions import shift, shift_all
-from plait.fusion.speed.gpu_parts import parts_of
+from plait.fusion.speed.gpu_parts import copy_words, parts_of
 from plait.fusion.speed.lazy_cast import PendingCast
 
 
@@ -189,10 +189,17 @@ def join(function: Function, args: Arguments, kwargs: Options) -> Any:
 def _order_of(images: list[Tensor]) -> tuple[int, ...] | None:
     """In which order the axes of all these images lie in memory, if that is one of convolutions.
 
-    The channels of several layers are joined in it, as the next layer would copy them otherwise.
+    The channels of several layers are joined in it, as the next layer would copy them otherwise. What is
+    expanded, as features of a whole image to each of its pixels, is in any order.
     """
-    found = {(x.dtype, x.shape[:2], x.shape[3:], _order_in_memory(x.shape, x.stride())) for x in images}
-    return found.pop()[-1] if len(found) == 1 else None
+    if len({(x.dtype, x.shape[:2], x.shape[3:]) for x in images}) > 1:
+        return None
+    found = {_order_in_memory(x.shape, x.stride()) for x in images if not _is_expanded(x)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _is_expanded(x: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape))
 
 
 @lru_cache(maxsize=4096)
@@ -223,6 +230,11 @@ class _Joined(PlainFunction):
             strides[axis] = step
             step *= shape[axis]
         made = images[0].new_empty_strided(shape, strides)  # no view, as it may be written in place
+        if any(map(_is_expanded, images)):
+            places = made.permute(order).split(ctx.channels, order.index(2))
+            for place, each in zip(places, images):
+                copy_words(place, each.permute(order))
+            return made
         # As matrices: of images with more than four axes torch copies them one by one.
         after = math.prod(shape[axis] for axis in order[order.index(2) + 1 :])
         rows = math.prod(shape[axis] for axis in order[: order.index(2)])

@@ -46,7 +46,7 @@ class _Parts(PlainFunction):
         elif (joined := _already_joined(parts, gradients, whole)) is not None:
             return joined, None
         for part, gradient in zip(parts, gradients):
-            part.zero_() if gradient is None else _copy(part, gradient)
+            part.zero_() if gradient is None else copy_words(part, gradient)
         return whole, None
 
 
@@ -72,7 +72,7 @@ def _placed(part: Tensor, gradient: Tensor, whole: Tensor) -> Tensor:
     )
 
 
-def _copy(to: Tensor, of: Tensor) -> None:
+def copy_words(to: Tensor, of: Tensor) -> None:
     """Copy in words of 16 bytes where both tensors have such."""
     step = 16 // to.element_size()
     if all(_has_words(tensor, step) for tensor in (to, of)) and to.dtype == of.dtype:
