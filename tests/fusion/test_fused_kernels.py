@@ -43,6 +43,7 @@ SHAPES = [
     (64, 256, (9, 7), 1, 1, 0),
     (24, 40, (8, 8), 1, 1, 0),
     (64, 128, (2, 2), 2, 2, 0),
+    (64, 128, (2, 2), 1, 2, 0),
     (40, 72, (6, 6), 3, 1, 1),
     (3, 64, (16, 12), 4, 2, 1),
     (1, 24, (11, 9), 7, 2, 3),
@@ -120,6 +121,73 @@ def test_a_transposed_convolution_and_its_gradients_equal_torchs_in_float64(
         folded(exact[0]), rounded.flatten(0, 1), exact[2].flatten(), stride, pad, extra, groups=TRIALS
     )
     check_gradients(y, [x, weight, bias], wanted, exact)
+
+
+@pytest.mark.parametrize("shape", [(3, 24, (12, 10), 4, 2, 1), (40, 72, (6, 6), 3, 1, 1)])
+def test_a_convolution_of_images_in_another_order_is_that_of_the_same_images(shape):
+    from plait.fusion.kernels.convolution.trial_convolution import trial_convolution
+
+    channels, outs, size, kernel, stride, pad = shape
+    x = images(channels, *size)
+    weight = torch.randn(TRIALS, outs, channels, kernel, kernel, device="cuda")
+    wanted = trial_convolution(x, weight, None, stride, (pad, pad))
+    for other in (x.contiguous(), x.transpose(3, 4).contiguous().transpose(3, 4)):
+        assert torch.equal(trial_convolution(other, weight, None, stride, (pad, pad)), wanted)
+
+
+# Kernel, stride, padding: with and without overlaps, unlike sides, gaps between windows, windows cut off.
+WINDOWS = [
+    ((3, 3), (2, 2), (1, 1)),
+    ((2, 2), (2, 2), (0, 0)),
+    ((3, 2), (1, 3), (1, 0)),
+    ((5, 5), (2, 2), (2, 2)),
+    ((2, 2), (3, 3), (0, 0)),
+]
+
+
+@pytest.mark.parametrize(("kernel", "stride", "pad"), WINDOWS)
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_a_maximum_of_windows_and_its_gradient_are_those_of_torch(kernel, stride, pad, kind):
+    from plait.fusion.kernels.max_pool import fits, max_pool
+
+    x = images(40, 9, 7).to(kind)
+    x[0] = x[0].round()  # many are equal
+    x[1, 0], x[1, 1] = float("-inf"), float("nan")
+    x[2, 0, 0, 0, 0] = x[2, 0, 0, 1, 1] = float("nan")
+    x.requires_grad_()
+    assert fits(x, kernel, stride, pad)
+    assert not fits(x.detach().contiguous(), kernel, stride, pad)
+    y = max_pool(x, kernel, stride, pad)
+    exact = x.detach().float().requires_grad_()
+    wanted = F.max_pool2d(exact.flatten(0, 1), kernel, stride, pad).unflatten(0, x.shape[:2])
+    torch.testing.assert_close(y.float(), wanted, rtol=0, atol=0, equal_nan=True)
+    gradient = torch.randn_like(y)
+    (found,), (other,) = (
+        torch.autograd.grad(of, to, gradient.to(of.dtype)) for of, to in ((y, x), (wanted, exact))
+    )
+    torch.testing.assert_close(found.float(), other, rtol=ROUNDING, atol=ROUNDING)
+    seed = gradient.clone().requires_grad_()  # second derivatives
+    (again,) = torch.autograd.grad(y, x, seed, create_graph=True)
+    torch.testing.assert_close(again.float(), other, rtol=ROUNDING, atol=ROUNDING)
+    (of_seed,) = torch.autograd.grad(again.float().square().sum(), seed)
+    seed = gradient.float().requires_grad_()
+    (again,) = torch.autograd.grad(wanted, exact, seed, create_graph=True)
+    (wanted_of_seed,) = torch.autograd.grad(again.square().sum(), seed)
+    torch.testing.assert_close(of_seed.float(), wanted_of_seed, rtol=3 * ROUNDING, atol=3 * ROUNDING)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ceil_mode": True}, {"dilation": 2}, {"return_indices": True}, {"padding": 1, "stride": 1}],
+)
+def test_a_fused_max_pool_is_torchs_with_each_of_its_options(options):
+    fused = fuse([nn.MaxPool2d(2, **options) for _ in range(TRIALS)], verify=False)
+    x = images(24, 9, 7)
+    found = fused(x)
+    for number, one in enumerate(x):
+        wanted = F.max_pool2d(one.contiguous(), 2, **options)
+        for of, to in zip(*((each if isinstance(each, tuple) else (each,)) for each in (found, wanted))):
+            assert torch.equal(of[number], to)
 
 
 def test_a_bias_that_trials_share_reaches_the_channels_of_each():
@@ -215,6 +283,26 @@ def test_the_maximum_of_a_norm_is_that_of_its_weights_then_and_the_index_of_zero
     assert torch.allclose(value.float(), wanted, atol=1e-2)
     assert (wanted == 0).any()
     assert torch.equal(found, index)
+
+
+def test_adam_in_one_pass_moves_what_had_no_gradient_until_now():
+    weight, gradient = torch.ones(2, TRIALS, 40, 33, device="cuda")
+    gradient[:, 20:] = 0.0
+    plain = [nn.Parameter(own.clone()) for own in weight]
+    lone = torch.optim.Adam(plain, lr=0.1, fused=True)
+    fused = fuse([nn.Linear(33, 40, bias=False, device="cuda") for _ in range(TRIALS)], verify=False)
+    optimizer = FusedOptimizer(fused, "adam", lr=0.1)
+    (parameter,) = fused.parameters()
+    parameter.detach().copy_(weight)
+    for number in range(4):
+        if number == 2:
+            gradient[:, 10:30] = 0.5
+        parameter.grad = gradient.clone()
+        for own, its in zip(plain, gradient):
+            own.grad = its.clone()
+        optimizer.step(), lone.step()
+        for own, its in zip(plain, parameter.detach()):
+            torch.testing.assert_close(its, own.detach(), rtol=1e-6, atol=1e-7)
 
 
 def test_a_backward_that_read_a_weight_before_adam_wrote_it_is_refused_by_torch():
