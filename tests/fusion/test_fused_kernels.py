@@ -163,7 +163,8 @@ def test_a_maximum_of_windows_and_its_gradient_are_those_of_torch(kernel, stride
     torch.testing.assert_close(y.float(), wanted, rtol=0, atol=0, equal_nan=True)
     gradient = torch.randn_like(y)
     (found,), (other,) = (
-        torch.autograd.grad(of, to, gradient.to(of.dtype)) for of, to in ((y, x), (wanted, exact))
+        torch.autograd.grad(of, to, gradient.to(of.dtype), retain_graph=True)
+        for of, to in ((y, x), (wanted, exact))
     )
     torch.testing.assert_close(found.float(), other, rtol=ROUNDING, atol=ROUNDING)
     seed = gradient.clone().requires_grad_()  # second derivatives

@@ -112,8 +112,8 @@ def _scattered(dy: Tensor, places: Tensor, shape: Size, numbers: Sequence[int]) 
     first_y = torch.arange(out_h, device=dy.device) * stride_h - pad_h
     first_x = torch.arange(out_w, device=dy.device) * stride_w - pad_w
     at = (first_y[:, None] + places // kernel_w) * in_w + first_x + places % kernel_w
-    zeros = dy.new_zeros((*shape[:3], in_h * in_w))
-    return zeros.scatter_add(3, at.flatten(3), dy.flatten(3)).view(shape)
+    zeros = dy.new_zeros((*shape[:3], in_h * in_w), dtype=torch.float32)
+    return zeros.scatter_add(3, at.flatten(3), dy.flatten(3).float()).view(shape).to(dy.dtype)
 
 
 def _launch(kernel: Any, tensors: tuple[Tensor, ...], made: Tensor, numbers: tuple[int, ...]) -> None:
