@@ -15,6 +15,7 @@ from fused_checks import fuse
 from torch import nn
 
 from plait.fusion import FusionError, group_by_shape
+from support.hard_models import TiedByMemory, ViewedBuffer
 
 
 @dataclasses.dataclass(slots=True)
@@ -137,6 +138,14 @@ def test_hooks_after_a_gradient_is_accumulated_are_refused():
     models[1].weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
     with pytest.raises(FusionError, match=r"'weight' of model 1 .*use register_hook"):
         fuse(models)
+
+
+@pytest.mark.parametrize(
+    ("make", "names"), [(TiedByMemory, "'a.weight' and 'b.weight'"), (ViewedBuffer, "'means' and 'first'")]
+)
+def test_tensors_that_share_memory_but_are_not_one_are_refused(make, names):
+    with pytest.raises(FusionError, match=f"{names} of model 0 share memory but are not one tensor"):
+        fuse([make() for _ in range(2)])
 
 
 def doubled(forward):

@@ -29,6 +29,7 @@ from plait.schema.settings import ModelSettings, TrainSettings, VerifySettings
 from plait.training import checkpoint
 from plait.verification import same_random_numbers
 from plait.workloads.transformer import transformer
+from support.hard_models import TiedByMemory, ViewedBuffer
 from support.plans import cut_in_two, planned
 from support.stages import cut_all
 from support.traced_models import tensors_of
@@ -125,6 +126,19 @@ def test_a_module_that_no_cut_divides_is_called_as_the_user_wrote_it() -> None:
     assert block.h is not None
     names = {n for module in stages.modules for n in module.state_dict()}
     assert names == set(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("make", "names"), [(TiedByMemory, "'a.weight' and 'b.weight'"), (ViewedBuffer, "'means' and 'first'")]
+)
+@pytest.mark.parametrize("verify", [False, True])
+def test_tensors_that_share_memory_but_are_not_one_are_refused(make, names, verify) -> None:
+    batches = (torch.randn(4, 4),), (torch.randn(3, 4),)
+    with pytest.raises(InputError, match=f"{names} share memory but are not one tensor"):
+        prepare(make(), batches, "b", verify=verify)
+    tied = TiedByMemory()
+    tied.b.weight = tied.a.weight
+    prepare(tied, batches, "b", verify=verify)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -95,6 +95,35 @@ class _Dropping(nn.Module):
         return F.dropout(self.inner(x), 0.5, training=self.training).tanh()
 
 
+class TiedByMemory(nn.Module):
+    """Two weights in one memory, which copies hold apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = nn.Parameter(self.a.weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.b(torch.relu(self.a(x)))
+        return made
+
+
+class ViewedBuffer(nn.Module):
+    """A buffer that forward writes, and a view of it that is registered, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("means", torch.zeros(2, 4))
+        self.register_buffer("first", self.means[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.a(x))
+        self.means += x.detach().mean(0)
+        made: Tensor = self.b(x) + self.first
+        return made
+
+
 class SharedBuffer(nn.Module):
     """Keeps the mean of its inputs, and uses it again at its end."""
 

@@ -18,6 +18,7 @@ from plait.fusion.dispatch.install import shared_names
 from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch
 from plait.verification import unchanged_random_numbers
+from plait.verification.overlaps import overlapping
 from plait.verification.python_state import changed_by
 
 # Attributes that are compared elsewhere as structure, and internal ones of torch.
@@ -62,6 +63,12 @@ def check_structure(models: Sequence[nn.Module]) -> None:
             raise FusionError(f"fuse: found {shown(model)} as model {number}, expected a torch.nn.Module")
         _refuse_tensors(model, number)
         _refuse_hooks(model, number)
+        for one, other in overlapping(model):
+            raise FusionError(
+                f"fuse: {one!r} and {other!r} of model {number} share memory but are not one tensor, and a "
+                f"fused model would hold them apart; tie weights as one parameter (head.weight = "
+                f"table.weight), and register a view of a buffer as a clone() or take it in forward"
+            )
     looks = {
         "modules": _kinds,
         "modes": _modes,

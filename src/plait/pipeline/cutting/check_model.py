@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from plait.core.errors import InputError
 from plait.pipeline.layout import PipelineLayout
 from plait.profiler.traced_model import Layer, TracedModel
+from plait.verification.overlaps import overlapping
 
 
 class StageError(InputError):
@@ -35,12 +36,30 @@ def check_stages(traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
 
 
 def check_buffers(traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
-    """Raise StageError if one stage writes a tensor that another uses: each worker has its own copy."""
+    """Raise StageError if one stage writes a tensor that another uses: each worker has its own copy.
+
+    Also if two trained parameters share memory: a worker may have several versions of each.
+    """
+    if (why := shared_memory(traced)) is not None:
+        raise StageError(why)
     for name, users in shared_tensors(traced, stages).items():
         raise StageError(
             f"{describe_tensor(traced, name)} is written by forward and used in stages {sorted(users)}, each "
             f"of which would have its own copy; expected one stage: do not cut between the layers that use it"
         )
+
+
+def shared_memory(traced: TracedModel) -> str | None:
+    """Which parameters or buffers that change share memory without being one tensor, in words, if any do."""
+    trained = {name for name, parameter in traced.model.named_parameters() if parameter.requires_grad}
+    for one, other in overlapping(traced.model):
+        if not (trained | traced.written).isdisjoint((one, other)):
+            return (
+                f"{one!r} and {other!r} share memory but are not one tensor, and stages hold them apart; "
+                f"expected weights tied as one parameter (head.weight = table.weight), and no registered "
+                f"view of a buffer that forward writes"
+            )
+    return None
 
 
 def shared_tensors(traced: TracedModel, stages: Sequence[Sequence[str]]) -> dict[str, set[int]]:

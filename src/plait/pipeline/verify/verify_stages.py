@@ -23,7 +23,13 @@ from torch.utils import _pytree as pytree
 from plait.core.errors import InputError, PlaitError
 from plait.core.names import in_words
 from plait.data.call_model import as_arguments, evaluation_mode, forward
-from plait.pipeline.cutting.check_model import StageError, describe_tensor, shared_tensors, used_tensors
+from plait.pipeline.cutting.check_model import (
+    StageError,
+    describe_tensor,
+    shared_memory,
+    shared_tensors,
+    used_tensors,
+)
 from plait.pipeline.cutting.whole_modules import Retrace, Stages, keep_modules_whole, keep_together
 from plait.pipeline.stage import Loss
 from plait.pipeline.verify.in_process import Choices, StagedModel, copied, observe_staged
@@ -182,6 +188,8 @@ def _objection(traced: TracedModel, cut: VerifiedStages) -> _Objection | None:
     coarse, other = cut.traced, cut.traced.evaluation
     for concern in (*coarse.concerns, *(other.concerns if other is not None else ())):
         return _Objection(concern.message, concern.path, layers=_inside(traced, concern.path))
+    if (why := shared_memory(coarse)) is not None:
+        return _Objection(why)
     for name, used in shared_tensors(coarse, cut.stages).items():
         message = f"{describe_tensor(coarse, name)} is written by forward and used in stages {sorted(used)}"
         return _Objection(
