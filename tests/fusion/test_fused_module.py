@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -695,8 +696,19 @@ def test_the_fused_module_moves_and_saves_like_any_other():
 
 
 def test_a_fused_module_refuses_to_be_compiled_and_says_what_helps_instead():
-    with pytest.raises(FusionError, match="capture the step as a CUDA graph"):
-        fuse(make_models(lambda: nn.Linear(3, 2))).compile()
+    fused, x = fuse(make_models(lambda: nn.Linear(3, 2))), data(3, 4, 3)
+    wanted = fused(x)
+    compiled = partial(torch.compile, backend="eager")
+    for attempt in (
+        fused.compile,
+        partial(compiled(fused), x),
+        partial(compiled(lambda x: fused(x.sin())), x),
+        partial(compiled(lambda x: fused.map(torch.sum, x)), x),
+    ):
+        with pytest.raises(FusionError, match="capture the step as a CUDA graph"):
+            attempt()
+    as_it_is = torch.compiler.disable(fused)
+    assert torch.equal(compiled(lambda x: as_it_is(x) + 0.0)(x), wanted)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from plait.fusion.copies import copy_hooks, gradient_hooks, independent_copy
 from plait.fusion.dispatch.install import ModuleTensors, Slot, shared_names, slots_of, stack
 from plait.fusion.dispatch.mode import TrialMode
 from plait.fusion.dispatch.random import Streams
+from plait.fusion.dispatch.refusals import check_uncompiled, refuse_compiled
 from plait.fusion.dispatch.separation import Separation
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.dispatch.torch_patches import running
@@ -127,6 +128,7 @@ class FusedModule(nn.Module):
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of `function(model, *args)` for each trial; `function` is written for one model."""
+        check_uncompiled()
         if self.first_call is not None:
             first, self.first_call = self.first_call, None
             first(self, function, args, kwargs)
@@ -140,6 +142,7 @@ class FusedModule(nn.Module):
 
     def map(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of `function(*args)` for each trial; for a loss, a vector with one value per trial."""
+        check_uncompiled()
         self._trials.streams = Streams(self.seeds, self.ages, self.draws_before, self._trials.streams)
         self._trials.tables = None
         enter = partial(enter_trials, self._trials)
@@ -355,10 +358,7 @@ class FusedModule(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Raise FusionError: torch.compile would break the graph at each operation on trial tensors."""
-        raise FusionError(
-            "fused module: torch.compile cannot trace it in one graph; capture the step as a CUDA graph "
-            "(plait.fusion.CapturedStep), or do not compile"
-        )
+        refuse_compiled()
 
     def __getattr__(self, name: str) -> Any:
         try:

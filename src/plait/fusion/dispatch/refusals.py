@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils import _pytree as pytree
 
 from plait.fusion.dispatch.one_trial import one_trial
@@ -48,6 +50,21 @@ def refuse_transformed(function: Function) -> NoReturn:
         f"torch.func (grad, vjp, jvp, jacrev, vmap, ...), which does not support trials",
         "name the module in fuse(..., unfused=[...]), or use torch.autograd.grad",
     )
+
+
+def refuse_compiled() -> NoReturn:
+    """Raise FusionError for torch.compile, which would break the graph at each operation on trial tensors."""
+    raise FusionError(
+        "fused module: torch.compile cannot trace it in one graph; capture the step as a CUDA graph "
+        "(plait.fusion.CapturedStep), or do not compile; torch.compiler.disable(fused) runs as it is in a "
+        "function that is compiled"
+    )
+
+
+def check_uncompiled() -> None:
+    """Refuse frames that torch.compile traces, and those that it then runs as they are."""
+    if torch.compiler.is_compiling() or callable(get_eval_frame_callback()):
+        refuse_compiled()
 
 
 def refuse_passed_by(*_: Any, **__: Any) -> NoReturn:
