@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import combinations
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,40 +17,52 @@ from torch import Tensor, nn
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
+class _Held(NamedTuple):
+    """The bytes of its storage at which the elements of a tensor begin and end, and the tensor."""
+
+    first: int
+    end: int
+    name: str
+    tensor: Tensor
+
+
 def overlapping(model: nn.Module) -> Iterator[tuple[str, str]]:
     """The names of each two parameters or buffers with a common element, one of which may be written to.
 
     Of two frozen parameters none is.
     """
-    together: defaultdict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+    together: defaultdict[int, list[_Held]] = defaultdict(list)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor) in _PLAIN and tensor.layout == torch.strided and tensor.numel():
-            together[tensor.untyped_storage()._cdata].append((name, tensor))
+            together[tensor.untyped_storage()._cdata].append(_Held(*_span(tensor), name, tensor))
     for held in together.values():
-        for (one, a), (other, b) in combinations(held, 2):
-            if not (_is_frozen(a) and _is_frozen(b)) and _overlap(a, b):
-                yield one, other
+        held.sort(key=attrgetter("first"))
+        for number, one in enumerate(held, 1):
+            for other in held[number:]:
+                if other.first >= one.end:
+                    break
+                if not (_is_frozen(one.tensor) and _is_frozen(other.tensor)) and _overlap(one, other):
+                    yield one.name, other.name
 
 
 def _is_frozen(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether tensors of one storage have an element in common."""
-    (first, end), (start, last) = _span(a), _span(b)
-    if first >= last or start >= end:
-        return False
-    # The first element of one is within the other, which has no gaps.
-    if (start >= first and end - first == a.numel()) or (first >= start and last - start == b.numel()):
+def _overlap(a: _Held, b: _Held) -> bool:
+    """Whether tensors of one storage have an element in common, where `b` begins between those of `a`."""
+    one, other = a.tensor, b.tensor
+    has_gaps = 0 in one.stride() or one.nbytes < a.end - a.first
+    if not has_gaps or one.dtype != other.dtype:
         return True
     # As of two columns of a matrix, whose elements lie between one another.
-    elements = torch.arange(max(end, last))
-    places = (elements.as_strided(x.shape, x.stride(), x.storage_offset()).flatten() for x in (a, b))
+    elements = torch.arange(max(a.end, b.end) // one.element_size())
+    places = (elements.as_strided(x.shape, x.stride(), x.storage_offset()).flatten() for x in (one, other))
     return bool(torch.isin(*places).any())
 
 
 def _span(x: Tensor) -> tuple[int, int]:
-    """Where in its storage the elements of x begin and end."""
+    """The bytes of its storage at which the elements of x begin and end."""
     first = int(x.storage_offset())
-    return first, first + 1 + sum(int(stride) * (size - 1) for stride, size in zip(x.stride(), x.shape))
+    last = first + sum(int(stride) * (size - 1) for stride, size in zip(x.stride(), x.shape))
+    return first * x.element_size(), (last + 1) * x.element_size()
