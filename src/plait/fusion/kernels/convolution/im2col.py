@@ -35,7 +35,7 @@ def _spread(
     channel = tl.arange(0, FEW)
     x_at = pixel % wide - PAD_W
     line = pixel // wide
-    y_at = line % high - PAD_H
+    y_at = (line % high - PAD_H).to(tl.int64)
     image = (line // high).to(tl.int64)
     inside = (x_at >= 0) & (x_at < in_w) & (y_at >= 0) & (y_at < in_h) & (pixel < size)
     at = trial * of_trial + image * of_image + y_at * of_line + x_at * of_pixel
