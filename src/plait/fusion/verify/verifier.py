@@ -122,12 +122,13 @@ def _verify(
 
 
 def log_report(report: FusionReport, known: Mapping[str, str]) -> None:
-    """Log which modules run trial by trial, besides those `known` before."""
+    """Log which modules run trial by trial, besides those `known` before, or why nothing is fused."""
+    if report.refused is not None:
+        log.warning("these trials are not fused, each trains separately: %s", report.refused)
+        return
     for name, why in report.unfused.items():
         if name not in known:
             log.warning("%s runs trial by trial, which is slower: %s", name or _WHOLE, why)
-    if report.refused is not None:
-        log.warning("these trials are not fused, each trains separately: %s", report.refused)
 
 
 class _Verifier:

@@ -141,7 +141,8 @@ class ArrayVerifier:
         """Report a verdict and keep it for later arrays; NotFusedError if it is a refusal."""
         if self._workers.group.is_first:
             log_report(verdict, known.unfused if known is not None else {})
-            log.info("verified %d fused trials in %.1f s", trials, verdict.seconds)
+            if verdict.refused is None:
+                log.info("verified %d fused trials in %.1f s", trials, verdict.seconds)
         self._workers.ask(
             ask="verified",
             worker=self._workers.worker.id,
