@@ -17,6 +17,8 @@ from plait.fusion import FusionError
 from plait.fusion.dispatch import torch_patches
 from plait.fusion.dispatch.registry import RULES
 from plait.fusion.dispatch.tensor import TrialTensor
+from plait.fusion.verify import FusionReport
+from plait.fusion.verify.verifier import log_report
 from support.hard_models import WritesReshaped, batches_in_two_layouts
 
 BATCHES = [torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
@@ -285,3 +287,15 @@ def test_a_plain_model_gets_a_batch_in_the_memory_layout_that_it_has():
     batches = [tuple(x.double() for x in batch) for batch in batches_in_two_layouts()]
     with pytest.raises(FusionError, match="trial 0 differs from its plain model in training: output"):
         fuse(make_models(WritesReshaped), verify=batches)
+
+
+def test_that_nothing_is_fused_is_said_once_and_parts_that_run_trial_by_trial_by_name(caplog):
+    log_report(FusionReport({"": "it writes"}, refused="it writes"), {})
+    assert [record.getMessage() for record in caplog.records] == [
+        "these trials are not fused, each trains separately: it writes"
+    ]
+    caplog.clear()
+    log_report(FusionReport({"a": "why", "known": "so"}), {"known": "so"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "a runs trial by trial, which is slower: why"
+    ]

@@ -63,12 +63,7 @@ def check_structure(models: Sequence[nn.Module]) -> None:
             raise FusionError(f"fuse: found {shown(model)} as model {number}, expected a torch.nn.Module")
         _refuse_tensors(model, number)
         _refuse_hooks(model, number)
-        for one, other in overlapping(model):
-            raise FusionError(
-                f"fuse: {one!r} and {other!r} of model {number} share memory but are not one tensor, and a "
-                f"fused model would hold them apart; tie weights as one parameter (head.weight = "
-                f"table.weight), and register a view of a buffer as a clone() or take it in forward"
-            )
+        _refuse_overlaps(model, number)
     looks = {
         "modules": _kinds,
         "modes": _modes,
@@ -93,6 +88,15 @@ def _refuse_tensors(model: nn.Module, number: int) -> None:
                 f"fuse: {name!r} of model {number} is a {str(tensor.layout).removeprefix('torch.')} tensor, "
                 f"expected dense parameters and buffers; keep one that all trials share in a plain attribute"
             )
+
+
+def _refuse_overlaps(model: nn.Module, number: int) -> None:
+    for one, other in overlapping(model):
+        raise FusionError(
+            f"fuse: {one!r} and {other!r} of model {number} share memory but are not one tensor, and a "
+            f"fused model would hold them apart; tie weights as one parameter (head.weight = "
+            f"table.weight), and register a view of a buffer as a clone() or take it in forward"
+        )
 
 
 def _refuse_hooks(model: nn.Module, number: int) -> None:

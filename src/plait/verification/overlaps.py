@@ -1,7 +1,7 @@
 """Parameters and buffers of a model that share memory although they are not one tensor.
 
-As after `head.weight = nn.Parameter(table.weight)`: what is written to one changes the other. Copies of a
-model hold them apart, those of `copy.deepcopy`, too.
+As after `head.weight = nn.Parameter(table.weight)`: what is written to one changes the other. Stages, fused
+trials and most copies hold them apart; `copy.deepcopy` does so for parameters, but not for buffers.
 """
 
 from __future__ import annotations

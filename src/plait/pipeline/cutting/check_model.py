@@ -38,7 +38,7 @@ def check_stages(traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
 def check_buffers(traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
     """Raise StageError if one stage writes a tensor that another uses: each worker has its own copy.
 
-    Also if two trained parameters share memory: a worker may have several versions of each.
+    Also for tensors that change and share memory: stages and their versions of weights hold them apart.
     """
     if (why := shared_memory(traced)) is not None:
         raise StageError(why)
