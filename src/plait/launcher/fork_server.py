@@ -190,6 +190,12 @@ class _Server:
         signal.set_wakeup_fd(self._wake)
 
     def serve(self) -> NoReturn:
+        """Serve until the agent has ended, which its end of the socket shows before the kernel's signal."""
+        with contextlib.suppress(ConnectionError):
+            self._serve()
+        os._exit(0)
+
+    def _serve(self) -> NoReturn:
         selector = selectors.DefaultSelector()
         selector.register(self._link, selectors.EVENT_READ)
         selector.register(self._woken, selectors.EVENT_READ)
@@ -205,11 +211,14 @@ class _Server:
     def _take_request(self, selector: selectors.BaseSelector) -> None:
         head, descriptors, _, _ = socket.recv_fds(self._link, _LENGTH.size, _MOST_DESCRIPTORS)
         if not head:
-            os._exit(0)
+            raise ConnectionResetError
         (length,) = _LENGTH.unpack(head)
         content = bytearray()
         while len(content) < length:
-            content += self._link.recv(length - len(content))
+            part = self._link.recv(length - len(content))
+            if not part:
+                raise ConnectionResetError
+            content += part
         server = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
