@@ -542,6 +542,19 @@ class ListedBlock(nn.Module):
         return F.linear(self.first(x).tanh(), *self.listed)
 
 
+class TiedInMemory(Net):
+    """Two weights in one memory, made as they are trained: a conversion would hold them apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+        self.c = nn.Linear(4, 6, dtype=torch.float64)
+        self.c.weight = nn.Parameter(self.a.weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.b(self.c(x).relu())
+
+
 class NumberedTwice(nn.Module):
     """Calls a part of a Sequential by itself, besides the module that it is in."""
 
@@ -989,6 +1002,7 @@ CASES = {
         SilentCase("sparse table", ("two", "flush", "stash", "replicas"), "SparseTable", data="Tokens"),
         SilentCase("lazy", ("one", "flush"), "Lazy"),
         SilentCase("weights in a list", ("flush", "stash", "2bw"), "WeightsInList"),
+        SilentCase("tied in memory", ("one", "two", "flush"), "TiedInMemory"),
         SilentCase("numbered twice", ("flush",), "NumberedTwice"),
     )
 }

@@ -58,6 +58,7 @@ REFUSED = {
     "rows carried over | replicas": "this fixes the batch size",
     "memory bank | two": "forward writes buffer 'bank' for single samples",
     "memory bank | replicas": "forward writes buffer 'bank' for single samples",
+    "tied in memory | flush": "'a.weight' and 'c.weight' share memory but are not one tensor",
     "norm of all": "GlobalNorm computes an update from all parameters together",
 }
 # Whatever the way of training: `make test` shows it in the first.

@@ -6,17 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from plait.verification.overlaps import overlapping
+from plait.verification.overlaps import copies, overlapping
 
 
-def holding(*tensors):
-    module = nn.Module()
-    for number, tensor in enumerate(tensors):
-        if isinstance(tensor, nn.Parameter):
-            module.register_parameter(f"t{number}", tensor)
-        else:
-            module.register_buffer(f"t{number}", tensor)
-    return module
+def named(*tensors):
+    return [(f"t{number}", tensor) for number, tensor in enumerate(tensors)]
 
 
 MATRIX = torch.zeros(4, 6)
@@ -38,21 +32,20 @@ FROZEN = [nn.Parameter(MATRIX[:2], False), nn.Parameter(MATRIX[1:], False)]
     ],
 )
 def test_two_views_with_a_common_element_are_found(tensors):
-    (pair,) = overlapping(holding(*tensors))
+    (pair,) = overlapping(named(*tensors))
     assert {*pair} == {"t0", "t1"}
 
 
 def test_of_many_views_in_one_memory_each_pair_is_found_once():
     whole = torch.zeros(100)
     parts = [whole[start : start + 3] for start in range(0, 90, 2)]
-    pairs = [tuple(sorted((int(a[1:]), int(b[1:])))) for a, b in overlapping(holding(*reversed(parts)))]
+    pairs = [tuple(sorted((int(a[1:]), int(b[1:])))) for a, b in overlapping(named(*reversed(parts)))]
     assert sorted(pairs) == [(n, n + 1) for n in range(44)]
 
 
 @pytest.mark.parametrize(
     "tensors",
     [
-        (MATRIX, MATRIX),  # one tensor
         (MATRIX, MATRIX.clone()),
         (MATRIX[:2], MATRIX[2:]),
         (MATRIX[:, :2], MATRIX[:, 2:]),
@@ -65,4 +58,20 @@ def test_of_many_views_in_one_memory_each_pair_is_found_once():
     ],
 )
 def test_apart_from_these_nothing_is_found(tensors):
-    assert list(overlapping(holding(*tensors))) == []
+    assert list(overlapping(named(*tensors))) == []
+
+
+def test_copies_share_memory_where_their_originals_do():
+    whole = torch.arange(12.0)
+    views = [whole[:8].view(2, 4), whole[4:8], whole[8:].expand(3, 4), whole[8:], torch.ones(3, 2).T]
+    originals = [nn.Parameter(view, requires_grad=number > 0) for number, view in enumerate(views)]
+    copied = copies(originals)
+    for one, other in zip(originals, copied, strict=True):
+        assert (one.stride(), one.requires_grad) == (other.stride(), other.requires_grad)
+        assert torch.equal(one, other)
+    with torch.no_grad():
+        copied[1].fill_(-1.0)
+        copied[3].fill_(-2.0)
+    assert copied[0].tolist() == [[0.0, 1.0, 2.0, 3.0], [-1.0] * 4]
+    assert copied[2].tolist() == [[-2.0] * 4] * 3
+    assert torch.equal(whole, torch.arange(12.0))

@@ -91,7 +91,7 @@ def _refuse_tensors(model: nn.Module, number: int) -> None:
 
 
 def _refuse_overlaps(model: nn.Module, number: int) -> None:
-    for one, other in overlapping(model):
+    for one, other in overlapping((*model.named_parameters(), *model.named_buffers())):
         raise FusionError(
             f"fuse: {one!r} and {other!r} of model {number} share memory but are not one tensor, and a "
             f"fused model would hold them apart; tie weights as one parameter (head.weight = "

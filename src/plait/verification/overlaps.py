@@ -7,7 +7,7 @@ trials and most copies hold them apart; `copy.deepcopy` does so for parameters, 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -26,13 +26,13 @@ class _Held(NamedTuple):
     tensor: Tensor
 
 
-def overlapping(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """The names of each two parameters or buffers with a common element, one of which may be written to.
+def overlapping(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:
+    """The names of each two tensors with a common element, one of which may be written to.
 
     Of two frozen parameters none is.
     """
     together: defaultdict[int, list[_Held]] = defaultdict(list)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in named:
         if type(tensor) in _PLAIN and tensor.layout == torch.strided and tensor.numel():
             together[tensor.untyped_storage()._cdata].append(_Held(*_span(tensor), name, tensor))
     for held in together.values():
@@ -43,6 +43,21 @@ def overlapping(model: nn.Module) -> Iterator[tuple[str, str]]:
                     break
                 if not (_is_frozen(one.tensor) and _is_frozen(other.tensor)) and _overlap(one, other):
                     yield one.name, other.name
+
+
+def copies(parameters: Sequence[Tensor]) -> list[nn.Parameter]:
+    """Copies of parameters, with the same strides, that share memory where these do."""
+    made = [nn.Parameter(each.detach().clone(), each.requires_grad) for each in parameters]
+    pairs = overlapping((str(number), each) for number, each in enumerate(parameters))
+    storages: dict[int, torch.UntypedStorage] = {}
+    for number in {int(number) for pair in pairs for number in pair}:
+        source, storage = parameters[number], parameters[number].untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = storage.clone()
+        copy = torch.empty(0, dtype=source.dtype, device=source.device)
+        copy.set_(storages[storage._cdata], source.storage_offset(), source.shape, source.stride())
+        made[number].data = copy
+    return made
 
 
 def _is_frozen(tensor: Tensor) -> bool:

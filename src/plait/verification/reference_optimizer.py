@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from plait.verification.attributes import load_attributes, read_attributes
 from plait.verification.compare import Difference, Noise, dense, find_differences
 from plait.verification.observe import Observation, unchanged_random_numbers
+from plait.verification.overlaps import copies
 
 MakeOptimizer = Callable[[Sequence[Parameter]], torch.optim.Optimizer]
 
@@ -36,7 +37,8 @@ class OptimizerTwin:
         self._set_lr = set_lr
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._names = {p: names[p] for p in parameters if p in names}
-        self._copies = {p: _copy_of(p) for p in parameters}
+        # With the same strides, as torch's kernels may sum in another order otherwise.
+        self._copies = dict(zip(parameters, copies(parameters)))
         self.twin = make(list(self._copies.values()))
         _copy_state(optimizer, self.twin, self._copies)
         self.updates = 0
@@ -98,11 +100,6 @@ class OptimizerTwin:
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is torch's: those update each parameter independently."""
     return type(optimizer).step.__module__.startswith("torch.optim.")
-
-
-def _copy_of(parameter: Tensor) -> Parameter:
-    # With the same strides, as torch's kernels may sum in another order otherwise.
-    return Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
 
 
 def _copy_state(

@@ -52,7 +52,7 @@ def check_buffers(traced: TracedModel, stages: Sequence[Sequence[str]]) -> None:
 def shared_memory(traced: TracedModel) -> str | None:
     """Which parameters or buffers that change share memory without being one tensor, in words, if any do."""
     trained = {name for name, parameter in traced.model.named_parameters() if parameter.requires_grad}
-    for one, other in overlapping(traced.model):
+    for one, other in overlapping((*traced.model.named_parameters(), *traced.model.named_buffers())):
         if not (trained | traced.written).isdisjoint((one, other)):
             return (
                 f"{one!r} and {other!r} share memory but are not one tensor, and stages hold them apart; "
