@@ -16,7 +16,7 @@ from torch.distributions import Beta, Categorical, Exponential, Laplace, Normal,
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from plait.fusion import FusionError, Shared, group_by_shape
+from plait.fusion import FusedOptimizer, FusionError, Shared, group_by_shape
 from plait.fusion.dispatch import random
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.forward_patches import Patch
@@ -182,6 +182,39 @@ def test_random_words_are_uniform_and_uncorrelated():
     normal = fused.map(lambda x: torch.randn_like(x), torch.ones(2, 100_000))
     assert normal.mean().abs() < 0.01
     assert abs(normal.std() - 1) < 0.01
+
+
+def draws_of_steps(fused, optimizer, steps):
+    """What is drawn before each forward, in it, after it, and in an evaluation, twice each."""
+    x = torch.ones(fused.trials, 8, dtype=torch.float64)
+    drawn = []
+
+    def draw_twice(call):
+        drawn.extend(call() for _ in range(2))
+
+    for _ in range(steps):
+        draw_twice(lambda: fused.map(torch.rand_like, x))
+        for _ in range(2):  # as when gradients are accumulated
+            drawn.append(fused.call(lambda _, x: torch.rand_like(x), x))
+            draw_twice(lambda: fused.map(torch.rand_like, x))
+        optimizer.step()
+        fused.eval()
+        draw_twice(lambda: fused.call(lambda _, x: torch.rand_like(x), x))
+        draw_twice(lambda: fused.map(torch.rand_like, x))
+        fused.train()
+    return drawn
+
+
+def test_no_two_calls_draw_alike_and_a_step_draws_what_its_number_says():
+    def fused_from(step, seeds):
+        fused = fuse([nn.Linear(4, 4) for _ in seeds], seeds, [step] * len(seeds), verify=False)
+        return fused, FusedOptimizer(fused, "sgd", lr=0.1)
+
+    drawn = draws_of_steps(*fused_from(0, [5, 7]), 3)
+    numbers = torch.cat(drawn, 1)
+    assert all(len(trial.unique()) == trial.numel() for trial in numbers)
+    later = draws_of_steps(*fused_from(2 * 2, [7]), 1)  # as after a resume, and alone
+    assert torch.equal(torch.cat(later), torch.cat(drawn[-len(later) :])[1::2])
 
 
 def test_draws_that_repeat_are_computed_at_once_and_are_those_of_each_call(monkeypatch):

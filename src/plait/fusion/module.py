@@ -18,7 +18,7 @@ from plait.fusion.check import tensor_attributes
 from plait.fusion.copies import copy_hooks, gradient_hooks, independent_copy
 from plait.fusion.dispatch.install import ModuleTensors, Slot, shared_names, slots_of, stack
 from plait.fusion.dispatch.mode import TrialMode
-from plait.fusion.dispatch.random import Streams
+from plait.fusion.dispatch.random import Calls, Count, Streams
 from plait.fusion.dispatch.refusals import check_uncompiled, refuse_compiled
 from plait.fusion.dispatch.separation import Separation
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
@@ -81,8 +81,10 @@ class FusedModule(nn.Module):
         self.first_call: Callable[[FusedModule, Callable[..., Any], Any, Any], None] | None = None
         self.plain_models: list[nn.Module] = []
         self.forms = ArrayForms()
-        # The number of draws from the trials' streams that earlier stages have made in the same forward.
-        self.draws_before: int | tuple[int, ...] = 0
+        # The number of draws from the trials' streams that earlier stages have made in the same call. None:
+        # calls of a step go on after one another.
+        self.draws_before: Count | None = None
+        self._calls = Calls()
         self._trials = Trials(len(models))
         self._tensors = self._find_tensors()
         # The submodules that run trial by trial, by name.
@@ -134,16 +136,23 @@ class FusedModule(nn.Module):
             first(self, function, args, kwargs)
         self.refuse_unfrozen()
         with self._tensors.installed():
-            outcome = self.map(lambda *a, **k: function(self.module, *a, **k), *args, **kwargs)
+            outcome = self._map(True, lambda *a, **k: function(self.module, *a, **k), args, kwargs)
         if self.training:
             self.ages.add_(1)
+            self._calls.begin_step(follows_forward=True)
             self._restore_frozen()
         return outcome
 
     def map(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of `function(*args)` for each trial; for a loss, a vector with one value per trial."""
         check_uncompiled()
-        self._trials.streams = Streams(self.seeds, self.ages, self.draws_before, self._trials.streams)
+        return self._map(False, function, args, kwargs)
+
+    def _map(
+        self, is_forward: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        start = self._calls.begin(self.training, is_forward, self.draws_before)
+        streams = self._trials.streams = Streams(self.seeds, self.ages, start, self._trials.streams)
         self._trials.tables = None
         enter = partial(enter_trials, self._trials)
         entered_args = [_each_leaf(enter, value) for value in args]
@@ -152,6 +161,7 @@ class FusedModule(nn.Module):
             outcome = function(*entered_args, **entered_kwargs)
         outcome = mode.current(outcome)
         self._trials.compute_pending()
+        self._calls.end(streams.calls)
         return _each_leaf(partial(leave_trials, self._trials), outcome)
 
     @contextmanager
@@ -183,9 +193,13 @@ class FusedModule(nn.Module):
         return reopened
 
     @property
-    def draws(self) -> int | tuple[int, ...]:
-        """The number of draws from the trials' streams up to the end of the last forward."""
-        return 0 if self._trials.streams is None else self._trials.streams.calls
+    def draws(self) -> Count:
+        """The number of draws from the trials' streams up to the end of the last call."""
+        return self._calls.draws
+
+    def begin_step(self) -> None:
+        """Begin the draws of a step, after an update or when other trials have come."""
+        self._calls.begin_step()
 
     @property
     def is_padded(self) -> bool:

@@ -21,8 +21,12 @@ _WORD = (1 << 32) - 1
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8}
 # The most numbers of all trials that are computed before they are asked for, of 4 bytes each.
 _MOST_AHEAD = 1 << 20
-# The count of draws before, of all trials or of each, and the number of elements in a trial.
-Draw = tuple[int | tuple[int, ...], int]
+# A count of draws, of all trials or of each.
+Count = int | tuple[int, ...]
+# The draws before one, and the number of its elements in a trial.
+Draw = tuple[Count, int]
+# The draws from where one kind of calls begins to where the next one does.
+_APART = 1 << 28
 
 
 class Mask(NamedTuple):
@@ -38,6 +42,54 @@ class Mask(NamedTuple):
     scale: float | Tensor
 
 
+class Calls:
+    """Where the draws of each call begin, so that none of a step repeats those of another.
+
+    Those of a training forward are the first. Calls before it, after it, and forwards and other calls in
+    evaluation have separate parts of the streams, in which each call goes on where the last one ended.
+    """
+
+    def __init__(self) -> None:
+        # Where the part of the last call begins, and where that call has ended.
+        self._first = 0
+        self._reached: Count = 0
+        self.begin_step()
+
+    def begin_step(self, follows_forward: bool = False) -> None:
+        """A step was ended by its update, or its training forward has ended, or the trials have changed."""
+        self._follows_forward = follows_forward
+        # Of the parts, where the last call in each has ended.
+        self._ends: dict[int, Count] = {}
+
+    def begin(self, training: bool, is_forward: bool, before: Count | None) -> Count:
+        """Where a call of a module that is `training` or not begins.
+
+        `before` is the number of draws that earlier stages have made in the same call; None: it follows the
+        last call.
+        """
+        if training:
+            kind = 0 if is_forward else 1 + self._follows_forward
+        else:
+            kind = 3 + is_forward
+        self._first = kind * _APART
+        if before is None:
+            return self._ends.get(self._first, self._first)
+        return _shifted(before, self._first) if before else self._first
+
+    def end(self, reached: Count) -> None:
+        """Note where the call has ended."""
+        self._ends[self._first] = self._reached = reached
+
+    @property
+    def draws(self) -> Count:
+        """How many draws the last call has made, with those of `before`."""
+        return _shifted(self._reached, -self._first)
+
+
+def _shifted(count: Count, by: int) -> Count:
+    return count + by if isinstance(count, int) else tuple(each + by for each in count)
+
+
 class Streams:
     """The random streams of K trials during one forward.
 
@@ -50,7 +102,7 @@ class Streams:
         self,
         seeds: Tensor,
         rng_steps: Tensor,
-        calls: int | tuple[int, ...] = 0,
+        calls: Count = 0,
         after: Streams | None = None,
     ) -> None:
         """`after` are the streams of the forward before, which probably made the same draws."""
@@ -130,9 +182,7 @@ class Streams:
         made.is_repeated = True
         return made
 
-    def _like(
-        self, seeds: Tensor, rng_steps: Tensor, calls: int | tuple[int, ...], after: Streams | None = None
-    ) -> Streams:
+    def _like(self, seeds: Tensor, rng_steps: Tensor, calls: Count, after: Streams | None = None) -> Streams:
         made = Streams(seeds, rng_steps, calls, after)
         made.is_repeated, made.seeded = self.is_repeated, self.seeded
         return made
@@ -215,7 +265,7 @@ class Streams:
         least = threshold if isinstance(threshold, Tensor) else torch.full_like(offset, threshold)
         return torch.stack((offset, factor | 1, least), 1)
 
-    def _uncount(self, before: int | tuple[int, ...], chance: float | tuple[float, ...]) -> None:
+    def _uncount(self, before: Count, chance: float | tuple[float, ...]) -> None:
         """Do not count a draw of trials that drop nothing, which they do not make alone."""
         chances = (chance,) * len(self.seeds) if isinstance(chance, float) else chance
         if 0.0 in chances:

@@ -145,6 +145,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if gradients:
             self.made = [made + 1 for made in self.made]
             self.notice_finished()
+        self.fused.begin_step()
         return outcome
 
     def _overflowed(self, gradients: Sequence[Tensor]) -> Tensor | None:

@@ -47,6 +47,7 @@ def keep_trials(
     if seeds is not None:
         fused.seeds.copy_(torch.tensor(list(seeds)))
     fused.freeze(frozen)
+    fused.begin_step()
 
 
 def add_trials(
@@ -108,6 +109,7 @@ def replace_trial(
     if steps is not None and optimizer.limits is not None:
         optimizer.limits[number] = steps
     fused.freeze([other for other in fused.frozen if other != number])
+    fused.begin_step()
     optimizer.notice_finished()
 
 

@@ -55,7 +55,9 @@ class Candidate(ABC):
     def _module(self, trials: Sequence[int], unfused: Mapping[str, str]) -> FusedModule:
         seeds, rng_steps = ([x[trial] for trial in trials] for x in (self.seeds, self.rng_steps))
         models = [self.models[trial] for trial in trials]
-        return FusedModule(models, seeds, rng_steps, unfused, self._shared(models))
+        made = FusedModule(models, seeds, rng_steps, unfused, self._shared(models))
+        made.draws_before = 0
+        return made
 
     def _shared(self, models: Sequence[nn.Module]) -> Iterable[str]:
         """The names of the tensors that these models share."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.fusion.dispatch.random import Streams
+from plait.fusion.dispatch.random import Calls, Streams
 from plait.fusion.trials.single_trial import SingleTrialMode, seeded_for
 
 
@@ -63,12 +63,15 @@ class PlainRun:
         """Context in which one forward and its loss run as this trial."""
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         seeds, rng_steps = (torch.tensor([number], device=device) for number in (self._seed, self._rng_step))
-        self._streams = Streams(seeds, rng_steps)
+        calls, training = Calls(), self._model.training
+        self._streams = Streams(seeds, rng_steps, calls.begin(training, True, 0))
         mode = SingleTrialMode(self._streams)
 
         def begin_loss(*_: object) -> None:
             # The streams of the next call of the fused module, from which a loss draws.
-            mode.trials.streams = self._streams = Streams(seeds, rng_steps + int(self._model.training))
+            calls.begin_step(follows_forward=True)
+            start = calls.begin(training, False, 0)
+            mode.trials.streams = self._streams = Streams(seeds, rng_steps + int(training), start)
 
         try:
             with self._model.register_forward_hook(begin_loss), mode:

@@ -119,7 +119,9 @@ class StagedCandidate(ArrayCandidate):
         ]
         kept = of_stages(FusionReport(unfused), models[0]).unfused
         seeds, steps = ([x[trial] for trial in trials] for x in (self.seeds, self.rng_steps))
-        return fuse(models, seeds, steps, kept, verify=False, share=self.share)
+        made = fuse(models, seeds, steps, kept, verify=False, share=self.share)
+        made.draws_before = 0
+        return made
 
     def together(self, fused: FusedModule, trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
         contents, counts = self._contents(trials, batch)

@@ -79,6 +79,8 @@ class FusedComponents:
         self.fused = fuse(
             models, self._seeds(entries), ages, self.verdict.unfused, verify=False, share="parameters"
         )
+        # However often and on how many workers it evaluates, and in stages.
+        self.fused.draws_before = 0
         if self.device.type == "cuda" and not is_shared:
             self.fused.channels_last()
         clips = [_clip(entry) for entry in entries]
