@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +11,13 @@ from torch import Tensor, nn
 import plait.fusion
 from plait.fusion import FusedModule
 
-# Most tests compare with lone models themselves, and see what fusion does before anything is mended.
-fuse = functools.partial(plait.fusion.fuse, verify=False)
+
+def fuse(models: Sequence[nn.Module], seeds: Sequence[int] | None = None, **options: Any) -> FusedModule:
+    """Most tests compare with lone models themselves, and see what fusion does before anything is mended."""
+    if seeds is None and isinstance(models, list):
+        seeds = range(len(models))
+    return plait.fusion.fuse(models, seeds, **{"verify": False, **options})
+
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 

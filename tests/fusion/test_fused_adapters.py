@@ -232,7 +232,7 @@ def test_adapters_train_together_as_each_does_alone_and_are_saved_as_peft_saves_
     models = adapted(base, configs)
     alone = [copy.deepcopy(model) for model in models]
     rates, decays = [0.01 * (n + 1) for n in range(count)], [0.3 * n for n in range(count)]
-    fused = fuse(models)
+    fused = fuse(models, range(len(models)))
     optimizer = FusedOptimizer(fused, "adamw", lr=rates, weight_decay=decays)
     train(fused, optimizer, batches(count, **options), warm_up_steps=5)
     assert not fused.unfused

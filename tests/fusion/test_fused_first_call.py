@@ -54,9 +54,9 @@ def test_a_module_that_cannot_be_fused_runs_trial_by_trial_from_the_first_call_o
 def test_nothing_is_left_of_it_in_the_fused_module_the_models_or_random_numbers():
     models = make_models(lambda: nn.Sequential(norm_net(), Resets()))
     before = copy.deepcopy(models)
-    unverified = trained(fuse(copy.deepcopy(models), unfused=["1"], verify=False))
+    unverified = trained(fuse(copy.deepcopy(models), range(3), unfused=["1"], verify=False))
     torch.manual_seed(3)
-    fused = trained(fuse(models))
+    fused = trained(fuse(models, range(3)))
     assert list(fused.unfused) == ["1"]
     drawn = torch.rand(1)
     torch.manual_seed(3)

@@ -16,6 +16,7 @@ from torch.distributions import Beta, Categorical, Exponential, Laplace, Normal,
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+import plait
 from plait.fusion import FusedOptimizer, FusionError, Shared, group_by_shape
 from plait.fusion.dispatch import random
 from plait.fusion.dispatch.random import Streams
@@ -207,7 +208,7 @@ def draws_of_steps(fused, optimizer, steps):
 
 def test_no_two_calls_draw_alike_and_a_step_draws_what_its_number_says():
     def fused_from(step, seeds):
-        fused = fuse([nn.Linear(4, 4) for _ in seeds], seeds, [step] * len(seeds), verify=False)
+        fused = fuse([nn.Linear(4, 4) for _ in seeds], seeds, rng_steps=[step] * len(seeds))
         return fused, FusedOptimizer(fused, "sgd", lr=0.1)
 
     drawn = draws_of_steps(*fused_from(0, [5, 7]), 3)
@@ -215,6 +216,14 @@ def test_no_two_calls_draw_alike_and_a_step_draws_what_its_number_says():
     assert all(len(trial.unique()) == trial.numel() for trial in numbers)
     later = draws_of_steps(*fused_from(2 * 2, [7]), 1)  # as after a resume, and alone
     assert torch.equal(torch.cat(later), torch.cat(drawn[-len(later) :])[1::2])
+
+
+def test_fused_modules_draw_unlike_numbers_unless_their_seeds_are_given():
+    first, second, again = (plait.fuse([nn.Identity()], seeds=s, verify=False) for s in (None, None, [0]))
+    x, drawn = torch.ones(1, 8), [each.map(torch.rand_like, torch.ones(1, 8)) for each in (first, second)]
+    assert not torch.equal(*drawn)
+    again.load_state_dict(first.state_dict())
+    assert torch.equal(again.map(torch.rand_like, x), drawn[0])
 
 
 def test_draws_that_repeat_are_computed_at_once_and_are_those_of_each_call(monkeypatch):

@@ -224,7 +224,7 @@ def test_lora_layers_that_drop_and_whose_input_is_written_to_train_at_once_as_al
             if "lora_" in name:
                 nn.init.normal_(parameter, std=0.3)
     x = torch.randn(5, 2, 3, 4, 6, dtype=torch.float64)
-    fused = fuse(models, verify=False)
+    fused = fuse(models, range(len(models)), verify=False)
     optimizer = FusedOptimizer(fused, "adamw", lr=0.01)
     for batch in x:
         fused.map(torch.mean, fused(batch)).sum().backward()

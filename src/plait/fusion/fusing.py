@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +33,9 @@ from plait.workloads.adapters.forms import is_adapted
 
 log = logging.getLogger(__name__)
 
+# What one fused module draws should not be what another one does.
+_unused_seeds = itertools.count()
+
 
 def fuse(
     models: Sequence[nn.Module],
@@ -45,8 +49,8 @@ def fuse(
 
     The models have the same shapes; float attributes that differ (a dropout's `p`) become hyperparameters of
     the trials. Adapters of the PEFT library may differ in rank, scale, dropout and in the layers they adapt.
-    `seeds` select the trials' random streams (default 0, 1, 2...), `rng_steps` how many training forwards
-    each has done. Submodules named in `unfused` run trial by trial; "" names the whole model.
+    `seeds` select the trials' random streams (default 0, 1, 2..., going on with the next fused module of the
+    process), `rng_steps` how many training forwards each has done. Submodules named in `unfused` run trial by trial; "" names the whole model.
 
     The first call of the fused module compares its trials with the models, on the call's arguments: outputs,
     gradients and buffers in training and evaluation mode. Modules that compute something else when fused run
@@ -81,7 +85,7 @@ def fuse(
     models, forms = in_one_form(list(models))
     check_models(models)
     count = len(models)
-    seeds = list(range(count)) if seeds is None else list(seeds)
+    seeds = list(itertools.islice(_unused_seeds, count)) if seeds is None else list(seeds)
     rng_steps = [0] * count if rng_steps is None else list(rng_steps)
     for what, given in (("seeds", seeds), ("rng_steps", rng_steps)):
         if len(given) != count:
