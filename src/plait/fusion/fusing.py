@@ -50,7 +50,8 @@ def fuse(
     The models have the same shapes; float attributes that differ (a dropout's `p`) become hyperparameters of
     the trials. Adapters of the PEFT library may differ in rank, scale, dropout and in the layers they adapt.
     `seeds` select the trials' random streams (default 0, 1, 2..., going on with the next fused module of the
-    process), `rng_steps` how many training forwards each has done. Submodules named in `unfused` run trial by trial; "" names the whole model.
+    process), `rng_steps` how many training forwards each has done. Submodules named in `unfused` run trial by
+    trial; "" names the whole model.
 
     The first call of the fused module compares its trials with the models, on the call's arguments: outputs,
     gradients and buffers in training and evaluation mode. Modules that compute something else when fused run
