@@ -292,6 +292,7 @@ def test_a_copy_of_module_and_optimizer_goes_on_as_the_original(duplicate, unfus
     optimizer = FusedOptimizer(fused, "adam", params=grouped(fused.module), lr=RATES)
     step_fused(fused, optimizer, batch(0, 4, 5))
     copied, own = duplicate((fused, optimizer))
+    copied.seeds.copy_(fused.seeds)
     start = fused.module.first.weight.detach().clone()
     for module, steps in ((fused, optimizer), (copied, own)):
         for step in range(1, 4):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from plait.fusion.check import check_models
+from plait.fusion.dispatch.random import unused_seeds
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
@@ -32,9 +32,6 @@ from plait.fusion.verify import (
 from plait.workloads.adapters.forms import is_adapted
 
 log = logging.getLogger(__name__)
-
-# What one fused module draws should not be what another one does.
-_unused_seeds = itertools.count()
 
 
 def fuse(
@@ -86,7 +83,7 @@ def fuse(
     models, forms = in_one_form(list(models))
     check_models(models)
     count = len(models)
-    seeds = list(itertools.islice(_unused_seeds, count)) if seeds is None else list(seeds)
+    seeds = unused_seeds(count) if seeds is None else list(seeds)
     rng_steps = [0] * count if rng_steps is None else list(rng_steps)
     for what, given in (("seeds", seeds), ("rng_steps", rng_steps)):
         if len(given) != count:

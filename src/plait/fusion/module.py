@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,9 +18,10 @@ import plait.fusion.rules  # noqa: F401  (fills the table of rules)
 from plait.core.names import did_you_mean
 from plait.fusion.check import tensor_attributes
 from plait.fusion.copies import copy_hooks, gradient_hooks, independent_copy
+from plait.fusion.dispatch.fallback import python_marks
 from plait.fusion.dispatch.install import ModuleTensors, Slot, shared_names, slots_of, stack
-from plait.fusion.dispatch.mode import TrialMode
-from plait.fusion.dispatch.random import Calls, Count, Streams
+from plait.fusion.dispatch.mode import TrialMode, refuse_within
+from plait.fusion.dispatch.random import Calls, Count, Streams, unused_seeds
 from plait.fusion.dispatch.refusals import check_uncompiled, refuse_compiled
 from plait.fusion.dispatch.separation import Separation
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
@@ -38,6 +41,9 @@ from plait.fusion.trials.one_by_one import apply_alone
 from plait.fusion.trials.padding import Rows
 from plait.fusion.trials.per_trial import Number, one_each
 from plait.fusion.trials.unfused import PerTrialModules, must_be_unfused
+
+log = logging.getLogger(__name__)
+_HELD = ("_parameters", "_buffers", "_modules")
 
 
 class FusedModule(nn.Module):
@@ -85,6 +91,10 @@ class FusedModule(nn.Module):
         # calls of a step go on after one another.
         self.draws_before: Count | None = None
         self._calls = Calls()
+        # Whether to warn of draws from Python's generators; and the number of forwards and of other calls, by
+        # which it is chosen when these are read, as that takes a while.
+        self.warns_of_draws = True
+        self._counts = {True: 0, False: 0}
         self._trials = Trials(len(models))
         self._tensors = self._find_tensors()
         # The submodules that run trial by trial, by name.
@@ -151,6 +161,10 @@ class FusedModule(nn.Module):
     def _map(
         self, is_forward: bool, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if torch._C._len_torch_function_stack():
+            refuse_within()
+        self._counts[is_forward] = number = self._counts[is_forward] + 1
+        marks = python_marks() if number & (number - 1) == 0 and self.warns_of_draws else None
         start = self._calls.begin(self.training, is_forward, self.draws_before)
         streams = self._trials.streams = Streams(self.seeds, self.ages, start, self._trials.streams)
         self._trials.tables = None
@@ -162,6 +176,14 @@ class FusedModule(nn.Module):
         outcome = mode.current(outcome)
         self._trials.compute_pending()
         self._calls.end(streams.calls)
+        if marks is not None and marks != python_marks():
+            self.warns_of_draws = False
+            log.warning(
+                "%s drew from Python's or NumPy's generator, which gives all trials the same number: draw "
+                "with torch, of which each has its own stream%s",
+                "the model" if is_forward else "a function given to fused.map",
+                ", or name the module in fuse(..., unfused=[...])" if is_forward else "",
+            )
         return _each_leaf(partial(leave_trials, self._trials), outcome)
 
     @contextmanager
@@ -198,8 +220,19 @@ class FusedModule(nn.Module):
         return self._calls.draws
 
     def begin_step(self) -> None:
-        """Begin the draws of a step, after an update or when other trials have come."""
+        """Begin the draws of a step, when other trials have come."""
         self._calls.begin_step()
+
+    def end_step(self) -> None:
+        """Begin the draws of the next step, after an update."""
+        calls = self._calls
+        if calls.follows_forward or self.draws_before is not None:
+            calls.begin_step()
+            return
+        # As where all is trained in evaluation mode: the next step would draw what this one did.
+        self.ages.add_(1)
+        self._restore_frozen()
+        calls.begin_step()
 
     @property
     def is_padded(self) -> bool:
@@ -396,6 +429,31 @@ class FusedModule(nn.Module):
             if any(hooks):
                 parameter.register_hook(each_trial(hooks))
         self.forms.register_hooks(self.module)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FusedModule:
+        """Raise FusionError: what sets weights would take the trials axis for one of theirs."""
+        raise FusionError(
+            "apply: found a fused module, whose tensors have the trials axis first; call it on each model "
+            "before these are fused, or fused.module.apply(...) if it sets no weights"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dict__ and "gradient_hooks" in self.__dict__:  # it is complete
+            own = hasattr(type(self), name) or any(name in self.__dict__[held] for held in _HELD)
+            if not own and hasattr(self.module, name):
+                raise FusionError(
+                    f"a fused module has no {name!r}, which its models have; set that of all trials: "
+                    f"fused.module.{name}"
+                )
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedModule:
+        """A copy that draws other numbers, as a copied model does."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        made.seeds.copy_(torch.tensor(unused_seeds(self.trials)))
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles, without caches keyed by object identity."""

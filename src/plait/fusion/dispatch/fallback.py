@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import types
 from functools import cache
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -157,6 +159,11 @@ def draw_marks() -> tuple[Any, ...]:
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         marks += (torch.cuda.default_generators[torch.cuda.current_device()].get_offset(),)
     return marks
+
+
+def python_marks() -> tuple[Any, ...]:
+    """A value that changes with each draw from Python's generators and NumPy's global one."""
+    return random.getstate(), repr(numpy.random.get_state(legacy=False))
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from plait.fusion.dispatch.fallback import body_of, draw_marks, is_in_place
 from plait.fusion.dispatch.made_tensors import MadeTensors
@@ -22,6 +22,7 @@ from plait.fusion.dispatch.refusals import (
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, spellings
 from plait.fusion.dispatch.separation import Separation
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, leaves, unwrap, wrap
+from plait.fusion.errors import FusionError, user_line
 from plait.fusion.rules.dropout import streams_of
 from plait.fusion.rules.random_numbers import FILLS, NEW, OF_TENSORS, OPENED, draw_new, is_new, with_tensor
 from plait.fusion.trials.per_trial import PerTrial
@@ -34,6 +35,17 @@ _RECURRENT = frozenset(spellings(["lstm", "gru", "rnn_tanh", "rnn_relu"]))
 _DRAWS_INSIDE = _ATTENTION | _RECURRENT | OPENED
 _REFUSED = frozenset(spellings(RANDOM.split()))
 _RANDOM = _DRAWS | _DRAWS_INSIDE | NEW | FILLS | _REFUSED
+
+
+def refuse_within() -> None:
+    """Raise FusionError where a function of one trial is running, which a fused module cannot be part of."""
+    modes = (mode for mode in _get_current_function_mode_stack() if isinstance(mode, TrialMode))
+    if not all(mode.trials.is_alone for mode in modes):
+        raise FusionError(
+            f"{user_line()}\n  calls a fused module within fused.map(...), fused.call(...) or a forward, "
+            f"which see one trial",
+            "call it on the result: other(fused(x)), and compute with what it returns in fused.map(...)",
+        )
 
 
 class TrialMode(TorchFunctionMode):

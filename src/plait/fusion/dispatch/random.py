@@ -6,6 +6,7 @@ device, inside or outside of a CUDA graph.
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import lru_cache
 from typing import NamedTuple
@@ -27,6 +28,15 @@ Count = int | tuple[int, ...]
 Draw = tuple[Count, int]
 # The draws from where one kind of calls begins to where the next one does.
 _APART = 1 << 28
+
+
+# What one fused module draws should not be what another one does.
+_unused_seeds = itertools.count()
+
+
+def unused_seeds(trials: int) -> list[int]:
+    """Seeds that no fused module of this process was given before, unless by its user."""
+    return list(itertools.islice(_unused_seeds, trials))
 
 
 class Mask(NamedTuple):
@@ -57,7 +67,8 @@ class Calls:
 
     def begin_step(self, follows_forward: bool = False) -> None:
         """A step was ended by its update, or its training forward has ended, or the trials have changed."""
-        self._follows_forward = follows_forward
+        # Whether the training forward of the step has been.
+        self.follows_forward = follows_forward
         # Of the parts, where the last call in each has ended.
         self._ends: dict[int, Count] = {}
 
@@ -68,7 +79,7 @@ class Calls:
         last call.
         """
         if training:
-            kind = 0 if is_forward else 1 + self._follows_forward
+            kind = 0 if is_forward else 1 + self.follows_forward
         else:
             kind = 3 + is_forward
         self._first = kind * _APART

@@ -14,21 +14,22 @@ from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.optim.kind import OptimizerKind
 from plait.fusion.optim.optimizer_kinds import KINDS
-from plait.fusion.optim.param_groups import FusedGroup, check_options, check_values, plain_value
+from plait.fusion.optim.param_groups import (
+    OF_SCHEDULERS,
+    FusedGroup,
+    check_options,
+    check_values,
+    plain_value,
+)
 from plait.fusion.optim.step_clock import ROWS, StepClock
 from plait.fusion.optim.step_hooks import hooked_on_demand
 from plait.fusion.optim.trial_gradients import clip_gradients, unscale_gradients
 from plait.fusion.optim.trial_view import TrialView
 from plait.fusion.optim.update import KnownSlices, Stepping, update_group
+from plait.fusion.optim.whole_schedulers import select_numbers
 from plait.fusion.trials.partial_gradients import trials_without_gradients
 from plait.fusion.trials.per_trial import Number
 from plait.sync.weight_ema import swap_ema
-
-# Keys that a scheduler adds to a group.
-_OF_SCHEDULERS = (
-    "params", "param_names", "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum",
-    "initial_momentum",
-)  # fmt: skip
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -59,6 +60,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         fused: FusedModule,
+        /,
         kind: str,
         clip_norm: Number | None = None,
         steps: Sequence[int] | None = None,
@@ -145,7 +147,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if gradients:
             self.made = [made + 1 for made in self.made]
             self.notice_finished()
-        self.fused.begin_step()
+        self.fused.end_step()
         return outcome
 
     def _overflowed(self, gradients: Sequence[Tensor]) -> Tensor | None:
@@ -167,6 +169,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         absent = trials_without_gradients(parameters, self.fused.trials)
         states: list[dict[str, Tensor]] = [self.state[parameter] for parameter in parameters]
         if not all(map(set(group.state_names(parameters[0].dim())).issubset, states)):
+            group.begin_anew([parameter for parameter, state in zip(parameters, states) if not state])
             states = [self.state_of(group, parameter) for parameter in parameters]
         gradients: list[Tensor] = [p.grad for p in parameters]
         if group.get("maximize"):
@@ -246,7 +249,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._follow_replaced()  # else one that was shared would be in two groups
         super().add_param_group(dict(param_group))
         given = self.param_groups.pop()
-        check_options(self.kind_name, given, _OF_SCHEDULERS)
+        check_options(self.kind_name, given, ("params", "param_names", *OF_SCHEDULERS))
         shared = self.fused.shared_ids()
         for parameter in given["params"]:
             if id(parameter) in shared:  # frozen, so never updated
@@ -309,6 +312,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         numbers = index.tolist()
         for group in self.groups:
             group.select(index)
+        select_numbers(self, numbers)
         for state in self.state.values():
             state.update({name: tensor[index] for name, tensor in state.items()})
         for name in ("ema", "clip_norm", "active"):
@@ -363,9 +367,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.notice_finished()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for copies and pickles, without caches; hooks are dropped, as in torch."""
+        """The state for copies and pickles, without caches; hooks are dropped, as in torch.
+
+        So is the `step` that a scheduler has put in the place of this one, whose steps it would take.
+        """
         dropped = ("_optimizer_", "_slices", "_views")
-        return {name: value for name, value in self.__dict__.items() if not name.startswith(dropped)}
+        return {n: value for n, value in self.__dict__.items() if n != "step" and not n.startswith(dropped)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_slices": {}, "_views": weakref.WeakSet()})

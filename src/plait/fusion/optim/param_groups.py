@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,11 @@ from plait.fusion.optim.optimizer_kinds import KINDS
 from plait.fusion.optim.step_clock import StepClock, distinct
 from plait.fusion.trials.per_trial import Number, PerTrial, one_each
 from plait.sync.weight_ema import EMA
+
+# The numbers that schedulers add to a group.
+OF_SCHEDULERS = (
+    "initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "initial_momentum",
+)  # fmt: skip
 
 
 class FusedGroup(dict[str, Any]):
@@ -80,6 +86,8 @@ class FusedGroup(dict[str, Any]):
             super().__setitem__(name, self._set(name, name, value))
         else:
             common = self.kind.common
+            if name in OF_SCHEDULERS and isinstance(value, list) and len(value) == self.trials:
+                value = PerTrial(value)  # from a saved state
             super().__setitem__(name, as_switch(common[name], value) if name in common else value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -93,6 +101,8 @@ class FusedGroup(dict[str, Any]):
 
     def _set(self, torch_name: str, name: str, value: Number | None) -> float:
         values = one_each(torch_name, self._number(torch_name, name, value), self.trials)
+        if any(map(math.isnan, values)):
+            raise FusionError(f"optimizer: found {torch_name} = {values}, expected numbers")
         vector = torch.tensor(values, dtype=torch.float64)
         if name in self.vectors:
             self.vectors[name].copy_(vector)
@@ -152,6 +162,12 @@ class FusedGroup(dict[str, Any]):
             if new:
                 self._set_clocks(dict.fromkeys(new, StepClock.new(self.trials, self.device)))
             self._with_clock = list(parameters)
+
+    def begin_anew(self, parameters: Sequence[Tensor]) -> None:
+        """Count from the start for parameters without a state, as where its user has cleared it."""
+        if parameters:
+            self._add_clocks()
+            self._set_clocks(dict.fromkeys(parameters, StepClock.new(self.trials, self.device)))
 
     def replace(self, others: Mapping[Tensor, Tensor]) -> None:
         """Hold other parameters in the place of some."""
@@ -219,7 +235,7 @@ def as_switch(default: Any, value: Any) -> Any:
 def check_options(name: str, options: Iterable[str], also: Iterable[str] = ()) -> None:
     """Raise for options that this optimizer does not have."""
     kind = KINDS[name]
-    valid = [*kind.torch_names(), *kind.hyperparameters, *kind.common, *also]
+    valid = list(dict.fromkeys([*kind.torch_names(), *kind.hyperparameters, *kind.common, *also]))
     for option in options:
         if option not in valid:
             raise FusionError(f"optimizer: {name} takes no {option!r}{did_you_mean(option, valid)}")

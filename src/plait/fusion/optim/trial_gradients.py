@@ -67,7 +67,9 @@ def refuse_joint_updates(module: nn.Module) -> None:
     """
     _modules.add(module)
     if not hasattr(clip_grad._clip_grads_with_norm_, "refuses_fused"):
-        clip_grad._clip_grads_with_norm_ = _checked_clip(clip_grad._clip_grads_with_norm_)
+        checked = _checked_clip(clip_grad._clip_grads_with_norm_)
+        clip_grad._clip_grads_with_norm_ = checked
+        nn.utils.clip_grads_with_norm_ = checked  # its public name
         # Not by hooks of optimizers, which every step of a fused one would have to look for.
         for kind in _JOINT_UPDATES:
             kind.step = _checked_step(kind.step)

@@ -18,8 +18,8 @@ _WHOLE = (torch.float32, torch.float64)
 # The most elements of a parameter that is updated together with others; on a GPU, a pass over as many takes
 # about as long as a launch.
 _SMALL = {False: 2**14, True: 2**20}
-# Per-trial views of the parameters, and of what a kernel takes besides.
-Slices = list[list[tuple[Tensor, ...]]]
+# The strides of the parameters, and per-trial views of them and of what a kernel takes besides.
+Slices = tuple[list[tuple[int, ...]], list[list[tuple[Tensor, ...]]]]
 # Those of each group, by its id, with what they are views of.
 KnownSlices = dict[int, tuple[Any, Slices]]
 # A parameter to update, its gradient, its states by name, and its step counts.
@@ -79,8 +79,11 @@ def _by_kernel(group: FusedGroup, updated: Sequence[Updated], stepping: Stepping
     """Step trial by trial with torch's fused kernels, each in one pass over memory."""
     kernel, options = group.kind.kernel, {**group.switches, "maximize": False, "found_inf": None}
     assert kernel is not None
-    parameters, *states = slices
-    gradients = [gradient.unbind() for _, gradient, _, _ in updated]
+    orders, (parameters, *states) = slices
+    gradients = [
+        (g if g.stride() == order else _ordered_as(p, g)).unbind()
+        for (p, g, _, _), order in zip(updated, orders)
+    ]
     rates: Any = group.numbers["lr"]
     if group.device.type == "cuda":
         rates = group.vectors["lr"].to(torch.float32).unbind()
@@ -94,20 +97,27 @@ def _by_kernel(group: FusedGroup, updated: Sequence[Updated], stepping: Stepping
         kernel(*lists, **options)
 
 
+def _ordered_as(parameter: Tensor, value: Tensor) -> Tensor:
+    """`value` in the layout of a parameter: torch's kernels read both in the order of memory."""
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter).copy_(value)
+
+
 def _slices_of(group: FusedGroup, updated: Sequence[Updated], known: KnownSlices) -> Slices:
     """Each trial's views of parameters, states and steps; `known` while the tensors do not change."""
     key = [(p.data_ptr(), *map(id, (clock, *state.values()))) for p, _, state, clock in updated]
     if id(group) not in known or known[id(group)][0] != key:
-        for parameter, gradient, state, _ in updated:
-            for value in (gradient, *state.values()):  # torch's kernels read all in the order of memory
-                if value.shape == parameter.shape and value.stride() != parameter.stride():
-                    value.data = torch.empty_like(parameter).copy_(value)
+        for parameter, _, state, _ in updated:
+            for value in state.values():
+                if value.shape == parameter.shape:
+                    value.data = _ordered_as(parameter, value)
         steps = {id(clock): clock.steps.unbind() for *_, clock in updated}
         slices = [[parameter.detach().unbind() for parameter, *_ in updated]]
         for name in group.kind.kernel_states:
             of_steps = [steps[id(clock)] for *_, clock in updated] if name == "step" else []
             slices.append(of_steps or [state[name].unbind() for _, _, state, _ in updated if name in state])
-        known[id(group)] = (key, slices)
+        known[id(group)] = (key, ([parameter.stride() for parameter, *_ in updated], slices))
     return known[id(group)][1]
 
 

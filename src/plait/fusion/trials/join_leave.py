@@ -17,7 +17,9 @@ from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.optim.optimizer import FusedOptimizer
+from plait.fusion.optim.whole_schedulers import begin_from
 from plait.fusion.sharing import equal_values, is_same_view
+from plait.fusion.trials.partial_gradients import select_gradient
 from plait.fusion.trials.per_trial import PerTrial, float_holders, one_each
 from plait.workloads.adapters.forms import is_adapted
 
@@ -35,6 +37,7 @@ def keep_trials(
     A number that occurs twice makes a copy, as in population-based training: weights, buffers, optimizer
     state and hyperparameters. `seeds` gives the trials new random streams.
     """
+    _check_whole(fused, optimizer)
     wrong = [number for number in numbers if not 0 <= number < fused.trials]
     if wrong or not numbers:
         raise FusionError(
@@ -84,6 +87,7 @@ def replace_trial(
 
     `steps` is the number of steps of the new trial, if the optimizer limits them.
     """
+    _check_whole(fused, optimizer)
     given, model = model, fused.forms.fitted(model, fused.module)
     fused.forms.replace(number, given, fused.module, fused.trials)
     optimizer.check_ranks()
@@ -104,6 +108,8 @@ def replace_trial(
         raise FusionError(f"replace_trial: the optimizer has no hyperparameter {unknown!r}{hint}")
     for group in optimizer.groups:
         group.set_trial(number, changed)
+    if "lr" in changed:
+        begin_from(optimizer, number, changed["lr"])
     # After the hyperparameters are set, as the initial state depends on some of them.
     optimizer.forget_trial(number)
     if steps is not None and optimizer.limits is not None:
@@ -111,6 +117,16 @@ def replace_trial(
     fused.freeze([other for other in fused.frozen if other != number])
     fused.begin_step()
     optimizer.notice_finished()
+
+
+def _check_whole(fused: FusedModule, optimizer: FusedOptimizer) -> None:
+    """Raise FusionError if the optimizer also has parameters of a module whose trials would stay."""
+    known = {id(parameter) for parameter in fused.module.parameters()}
+    if optimizer.fused is not fused or not all(id(p) in known for g in optimizer.groups for p in g["params"]):
+        raise FusionError(
+            "trials join and leave together with their optimizer: found one with other parameters than those "
+            "of this fused module; give each fused module an optimizer"
+        )
 
 
 def check_joining(fused: FusedModule, models: Sequence[nn.Module]) -> None:
@@ -147,6 +163,8 @@ def _write_model(fused: FusedModule, number: int, model: nn.Module) -> None:
     for target, source in zip(stacked, tensors):
         if id(target) not in shared:
             target.data[number].copy_(source.detach())
+            if target.grad is not None:
+                target.grad[number] = 0.0
     parts = dict(model.named_modules())
     for path, name, (before, after) in tensor_attributes([fused.array_trial(number), model]):
         part = fused.module.get_submodule(path)
@@ -178,11 +196,12 @@ def _unshare_other(fused: FusedModule, model: nn.Module) -> None:
 
 def _select(fused: FusedModule, index: Tensor) -> None:
     """Select trials in all that has one value for each; parameters stay the same objects."""
-    shared = fused.shared_ids()
+    shared, numbers = fused.shared_ids(), index.tolist()
     for parameter in fused.module.parameters():
         if id(parameter) not in shared:
+            gradient, parameter.grad = parameter.grad, None
             parameter.data = parameter.data[index]
-            parameter.grad = None
+            select_gradient(parameter, gradient, numbers)
     # A buffer with several names stays one tensor.
     changed: dict[int, tuple[Tensor, Tensor]] = {}
     for part in fused.module.modules():
@@ -193,7 +212,6 @@ def _select(fused: FusedModule, index: Tensor) -> None:
         if isinstance(value, TrialTensor):
             # Detached, as its autograd history refers to parameters with the old number of trials.
             value._stacked = value.stacked.detach()[index]
-    numbers = index.tolist()
     for part in fused.module.modules():
         for holder, key, _ in float_holders(vars(part)):
             if isinstance(holder[key], PerTrial):

@@ -73,3 +73,11 @@ def note_trials(parameter: Tensor, trials: Sequence[int]) -> None:
         parameter.grad.__dict__.pop(_OF_TRIALS, None)
         if trials:
             parameter.grad.__dict__[_OF_TRIALS] = set(trials)
+
+
+def select_gradient(parameter: Tensor, gradient: Tensor | None, numbers: Sequence[int]) -> None:
+    """Give a fused parameter, after others were selected, what trials had accumulated in `gradient`."""
+    parameter.grad = None if gradient is None else gradient[list(numbers)]
+    if gradient is not None and (known := gradient.__dict__.get(_OF_TRIALS)) is not None:
+        assert parameter.grad is not None
+        parameter.grad.__dict__[_OF_TRIALS] = {n for n, number in enumerate(numbers) if number in known}

@@ -56,7 +56,7 @@ class Candidate(ABC):
         seeds, rng_steps = ([x[trial] for trial in trials] for x in (self.seeds, self.rng_steps))
         models = [self.models[trial] for trial in trials]
         made = FusedModule(models, seeds, rng_steps, unfused, self._shared(models))
-        made.draws_before = 0
+        made.draws_before, made.warns_of_draws = 0, False
         return made
 
     def _shared(self, models: Sequence[nn.Module]) -> Iterable[str]:

@@ -120,7 +120,7 @@ class StagedCandidate(ArrayCandidate):
         kept = of_stages(FusionReport(unfused), models[0]).unfused
         seeds, steps = ([x[trial] for trial in trials] for x in (self.seeds, self.rng_steps))
         made = fuse(models, seeds, steps, kept, verify=False, share=self.share)
-        made.draws_before = 0
+        made.draws_before, made.warns_of_draws = 0, False
         return made
 
     def together(self, fused: FusedModule, trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:
