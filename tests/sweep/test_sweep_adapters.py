@@ -116,6 +116,13 @@ def swept(job, folder, *over, **search):
     return found, alone
 
 
+def test_how_many_adapters_an_array_holds_is_measured(tmp_path):
+    """On fake tensors, on which what fusion tries out has crashed."""
+    found, _ = swept(job_of(tmp_path), tmp_path, "lora.r=2,4,8", width=None)
+    assert all("process that measures" not in str(array) for array in found["arrays"])
+    assert {trial["state"] for trial in found["trials"]} == {"finished"}
+
+
 def logits_of(base, adapter):
     model = peft.PeftModel.from_pretrained(
         transformers.LlamaForCausalLM.from_pretrained(base), adapter

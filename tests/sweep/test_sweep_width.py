@@ -27,8 +27,8 @@ def fail(words: str) -> None:
     raise (FusionError if words == "ours" else ValueError)(words)
 
 
-def end(_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def end(number: int) -> None:
+    os.kill(os.getpid(), number)
 
 
 def test_each_call_has_a_process_of_its_own_that_nothing_else_has_changed():
@@ -47,7 +47,9 @@ def test_a_call_that_fails_or_ends_says_so():
     with pytest.raises(FreshProcessError, match="^ValueError: theirs$"):
         fresh.call(f"{HERE}:fail", "theirs")
     with pytest.raises(FreshProcessError, match="gave no answer; was memory short.*--width N"):
-        fresh.call(f"{HERE}:end", None)
+        fresh.call(f"{HERE}:end", signal.SIGKILL)
+    with pytest.raises(FreshProcessError, match="^a process that measures .* ended by SIGSEGV. .*--width N"):
+        fresh.call(f"{HERE}:end", signal.SIGSEGV)
 
 
 def test_a_call_for_a_gpu_begins_from_nothing():

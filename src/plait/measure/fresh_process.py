@@ -21,6 +21,7 @@ from plait.core.errors import PlaitError
 from plait.core.names import resolve
 from plait.data import transport
 from plait.data.loader_processes import LoaderPool
+from plait.launcher.failure_cause import describe_status
 from plait.launcher.fork_server import die_with_parent
 
 # An upper bound for a measurement.
@@ -97,7 +98,9 @@ def _call_forked(task: dict[str, Any]) -> dict[str, Any]:
         answer = {"failure": f"{_NAME} gave no answer; was memory short? {_HINT}"}
     finally:
         ours.close()
-        os.waitpid(pid, 0)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if "failure" in answer and -status not in (0, signal.SIGKILL):
+        answer = {"failure": f"{_NAME} {describe_status(status)}. {_HINT}"}
     return answer
 
 

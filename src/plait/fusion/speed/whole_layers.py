@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.nn.modules import module as module_hooks
 
 from plait.fusion.dispatch import alias_links
@@ -165,7 +166,8 @@ def _is_rms_norm(part: nn.Module) -> bool:
     held = len(part._parameters) + len(part._buffers) + len(part._modules)
     if weight is None or held != 1 or weight.dim() != 1 or weight.requires_grad or weight.is_meta:
         return False
-    if _epsilon(part) is None or _is_watched(part):
+    # A copy on fake tensors, which have no values to compare, has crashed torch (seen with 2.13).
+    if _epsilon(part) is None or _is_watched(part) or detect_fake_mode() is not None:
         return False
     try:
         alone, size = copy.deepcopy(part).float(), _PROBE_ROWS * len(weight)
