@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from plait.core.codec import encode
 from plait.core.errors import InputError, JobError
 from plait.core.files import write_atomic
 from plait.jobs.adapter import save_adapter
-from plait.jobs.sweep import make_sweep
+from plait.jobs.sweep import go_on, make_sweep
 from plait.launcher.run_dir import RunDir
 from plait.schema.job import make_job
 from plait.schema.settings import UNVERIFIED, SearchSettings
@@ -121,6 +122,23 @@ def test_how_many_adapters_an_array_holds_is_measured(tmp_path):
     found, _ = swept(job_of(tmp_path), tmp_path, "lora.r=2,4,8", width=None)
     assert all("process that measures" not in str(array) for array in found["arrays"])
     assert {trial["state"] for trial in found["trials"]} == {"finished"}
+
+
+def test_a_sweep_does_not_go_on_with_trials_of_another_base(tmp_path):
+    def save_base(seed):
+        torch.manual_seed(seed)
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).save_pretrained(tmp_path / "base")
+
+    save_base(0)
+    job = job_of(tmp_path / "runs", ("model_args", {"path": str(tmp_path / "base")}))
+    begun = make_sweep(job, {"lora.r": [2, 4]})
+    assert begun.base is not None and go_on(begun) == begun
+    save_base(1)
+    with pytest.raises(InputError, match="base holds other weights than when the sweep was begun"):
+        go_on(begun)
+    shutil.rmtree(tmp_path / "base")  # as where only the workers have it
+    assert go_on(begun) == begun
+    assert make_sweep(job_of("runs"), {"lora.r": [2, 4]}).base is None
 
 
 def logits_of(base, adapter):

@@ -30,7 +30,14 @@ from plait.schema.job import Job, as_job, make_job
 from plait.schema.placement import Placement
 from plait.schema.plans.schedules import Schedule
 from plait.schema.results import SweepResult
-from plait.schema.settings import SEARCHES, SearchSettings, StudySettings, SyncSettings, TrainSettings
+from plait.schema.settings import (
+    SEARCHES,
+    ModelSettings,
+    SearchSettings,
+    StudySettings,
+    SyncSettings,
+    TrainSettings,
+)
 from plait.sweeping.array_workers import check_worker_groups
 from plait.sweeping.engines.array_plans import check_in_stages, check_schedule
 from plait.sweeping.search.compared_by import choose_metric
@@ -45,6 +52,7 @@ from plait.sweeping.search.values import check
 from plait.sweeping.settings import KIND, VERSION, SweepSettings
 from plait.sweeping.trial_settings import check_key, with_lora_array
 from plait.sweeping.trials.trial_files import trial_folder
+from plait.workloads.from_transformers import factory_of, saved_weights_id
 
 if TYPE_CHECKING:
     import optuna
@@ -192,6 +200,22 @@ def _sweep_on(
     return result
 
 
+def _base_of(model: ModelSettings) -> str | None:
+    """What tells the weights that trials begin with from others, if they are in a folder here."""
+    path = model.args.get("path")
+    return saved_weights_id(path) if isinstance(path, str) and factory_of(model.factory) is not None else None
+
+
+def _check_base(settings: SweepSettings) -> None:
+    """Raise InputError if the trials to come would begin with other weights than those before."""
+    model, begun = settings.train.model, settings.base
+    if begun is not None and (now := _base_of(model)) is not None and now != begun:
+        raise InputError(
+            f"model_args.path: {model.args['path']} holds other weights than when the sweep was begun, so that "
+            f"its trials would be of unlike models; put them back, or begin another sweep"
+        )
+
+
 def go_on(
     settings: SweepSettings,
     *,
@@ -204,6 +228,7 @@ def go_on(
 
     What would compare its trials in another way than those that have ended is refused.
     """
+    _check_base(settings)
     search = settings.search
     known = {"search": search.kind, **{name: getattr(search, name) for name in asked if name != "search"}}
     if asked.get("metric") is not None and search.metric == "auto":
@@ -268,7 +293,9 @@ def make_sweep(
     written = _dimensions(over)
     dimensions = tuple(map(_in_own_spelling, written))
     train = with_lora_array(job.settings(), dimensions)
-    settings = SweepSettings(train, dimensions, chosen, width, 1 if replicas is None else replicas)
+    settings = SweepSettings(
+        train, dimensions, chosen, width, 1 if replicas is None else replicas, _base_of(train.model)
+    )
     for dimension in dimensions:
         check_key(dimension.key)
     has_plan = job.parallel.plan != "data-parallel"

@@ -17,7 +17,7 @@ class SweepSettings:
     """One sweep: `train` with each trial's values over it; `width` trials an array, else as many as pay.
 
     Each array is trained by `replicas` workers together or, if `train` has a pipeline, by `replicas` times
-    the workers of its plan.
+    the workers of its plan. `base` tells the weights in the folder of the model, if it has one, from others.
     """
 
     train: TrainSettings
@@ -25,6 +25,7 @@ class SweepSettings:
     search: SearchSettings = field(default_factory=SearchSettings)
     width: int | None = None
     replicas: int = 1
+    base: str | None = None
 
     @property
     def workers_per_array(self) -> int:

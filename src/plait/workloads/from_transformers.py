@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,6 +15,9 @@ from torch import nn
 from plait.core.errors import JobError
 from plait.core.files import expand_path
 from plait.core.names import check_extra, did_you_mean
+
+# What is read of a file of weights to know it again: 4 MB.
+_SAMPLES, _SAMPLED_BYTES = 256, 1 << 14
 
 
 def from_config(
@@ -52,6 +56,23 @@ def from_config(
     loaded: Any = model_class
     saved: nn.Module = loaded.from_pretrained(folder, local_files_only=True, dtype=torch.float32, **given)
     return saved.train()
+
+
+def saved_weights_id(path: str) -> str | None:
+    """A text that tells the weights in a folder from others: sizes, and bytes from all over each file.
+
+    None if there is no such folder here.
+    """
+    folder, found = Path(expand_path(path, "model_args.path", JobError)), hashlib.sha256()
+    files = sorted(file for file in folder.glob("*") if file.suffix in (".safetensors", ".bin", ".pt"))
+    for file in files:
+        size = file.stat().st_size
+        found.update(f"{file.name} {size}".encode())
+        with file.open("rb") as content:
+            for number in range(_SAMPLES):
+                content.seek(size * number // _SAMPLES)
+                found.update(content.read(_SAMPLED_BYTES))
+    return found.hexdigest() if files else None
 
 
 def factory_of(name: str) -> Callable[..., nn.Module] | None:
