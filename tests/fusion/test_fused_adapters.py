@@ -382,6 +382,8 @@ def test_text_is_generated_by_a_trial_and_not_by_the_module_of_all():
     assert torch.equal(*texts)
     with pytest.raises(FusionError, match=r"found the module of all trials.*fused\.trial\(0\)\.generate"):
         fused.module.generate(input_ids=tokens)
+    with pytest.raises(FusionError, match=r"found the module of all trials.*trial\(0\)\.save_pretrained"):
+        fused.module.save_pretrained("adapter")
     with pytest.raises(AttributeError, match=r"no 'generate', which its models have: call that of one trial"):
         fused.generate(input_ids=tokens)
 

@@ -132,7 +132,8 @@ def test_a_sweep_does_not_go_on_with_trials_of_another_base(tmp_path):
     save_base(0)
     job = job_of(tmp_path / "runs", ("model_args", {"path": str(tmp_path / "base")}))
     begun = make_sweep(job, {"lora.r": [2, 4]})
-    assert begun.base is not None and go_on(begun) == begun
+    assert begun.base is not None
+    assert go_on(begun) == begun
     save_base(1)
     with pytest.raises(InputError, match="base holds other weights than when the sweep was begun"):
         go_on(begun)
@@ -284,3 +285,26 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(InputError, match="has a model of type 'gpt2', expected 'llama'"):
         build_model(settings.model, 0)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(
+        InputError, match=r"model_args\.path: .*config\.json is no JSON file: Expecting property"
+    ):
+        build_model(settings.model, 0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).save_pretrained(tmp_path)
+    larger = job_of(tmp_path, ("model_args", {"path": str(tmp_path), "config": {"vocab_size": 32}}))
+    with pytest.raises(
+        InputError, match=r"model_args\.path: transformers cannot load .*in model_args\.config"
+    ):
+        build_model(larger.settings().model, 0)
+    (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(InputError, match=r"model_args\.path: transformers cannot load the weights in "):
+        build_model(settings.model, 0)
+
+
+def test_a_misspelt_layer_fails_the_trials_that_name_it_and_no_other(tmp_path):
+    settings = with_lora_array(
+        job_of(tmp_path).settings(), [parse_dimension('lora.target_modules=["q_proj"],["v_prj"]')]
+    )
+    build_model(with_values(settings, {"lora.target_modules": ["q_proj"]}).model, 0)
+    with pytest.raises(JobError, match="no layer 'v_prj'"):
+        build_model(with_values(settings, {"lora.target_modules": ["v_prj"]}).model, 0)

@@ -98,10 +98,10 @@ def check_vocabulary(
     if limit is not None and isinstance(known, int):
         limit(known)
     if isinstance(tokens, int) and isinstance(known, int) and known < tokens:
-        raise JobError(
-            f"{key}: found {known:,}, but the data of {settings.data.kind} has {tokens:,} tokens; set {key} "
-            f"to {tokens}, or let the data have fewer"
-        )
+        found = f"{key}: found {known:,}, but the data of {settings.data.kind} has {tokens:,} tokens"
+        if settings.model.args.get("path") is not None:
+            raise JobError(f"{found}; the model in model_args.path has these sizes: use data of its tokens")
+        raise JobError(f"{found}; set {key} to {tokens}, or let the data have fewer")
 
 
 def check_length(

@@ -14,7 +14,7 @@ from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
 
 # Methods that are replaced.
-REPLACED = ("forward", "generate", "flatten_parameters")
+REPLACED = ("forward", "generate", "save_pretrained", "flatten_parameters")
 
 
 class Patch(partial[Any]):
@@ -34,10 +34,11 @@ def patch_norms(module: nn.Module) -> None:
             part.forward = Patch(_cumulative_norm, part)  # type: ignore[method-assign]
 
 
-def patch_generate(module: nn.Module) -> None:
-    """Replace `generate` of a model, which outside of a fused call would find the weights of all trials."""
-    if callable(getattr(type(module), "generate", None)):
-        vars(module)["generate"] = Patch(_generate, module)
+def patch_methods(module: nn.Module) -> None:
+    """Replace methods of a model that outside of a fused call would find the weights of all trials."""
+    for name in ("generate", "save_pretrained"):
+        if callable(getattr(type(module), name, None)):
+            vars(module)[name] = Patch(_of_one_trial, module, name)
 
 
 def patch_recurrent(module: nn.Module) -> None:
@@ -51,13 +52,12 @@ def _not_flattened(part: nn.Module) -> None:
     pass
 
 
-def _generate(module: Any, *args: Any, **kwargs: Any) -> Any:
+def _of_one_trial(module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     if not any(isinstance(p, TrialTensor) for part in module.modules() for p in part._parameters.values()):
         raise FusionError(
-            "generate: found the module of all trials, expected that of one: call "
-            "fused.trial(0).generate(...)"
+            f"{name}: found the module of all trials, expected that of one: call fused.trial(0).{name}(...)"
         )
-    return type(module).generate(module, *args, **kwargs)
+    return getattr(type(module), name)(module, *args, **kwargs)
 
 
 def _cumulative_norm(norm: _BatchNorm, x: Tensor) -> Tensor:

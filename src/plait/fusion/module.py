@@ -27,7 +27,7 @@ from plait.fusion.dispatch.separation import Separation
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.dispatch.torch_patches import running
 from plait.fusion.errors import FusionError
-from plait.fusion.forward_patches import patch_generate, patch_norms, patch_recurrent
+from plait.fusion.forward_patches import patch_methods, patch_norms, patch_recurrent
 from plait.fusion.optim.trial_gradients import clip_gradients, refuse_joint_updates
 from plait.fusion.rules.hooks import each_trial
 from plait.fusion.saved_state import fit_state
@@ -104,7 +104,7 @@ class FusedModule(nn.Module):
         self.freeze([])
         patch_norms(self.module)
         patch_layers(self.module)
-        patch_generate(self.module)
+        patch_methods(self.module)
         patch_recurrent(self.module)
         refuse_joint_updates(self)
         # Of each parameter, for each trial.

@@ -211,8 +211,8 @@ def _check_base(settings: SweepSettings) -> None:
     model, begun = settings.train.model, settings.base
     if begun is not None and (now := _base_of(model)) is not None and now != begun:
         raise InputError(
-            f"model_args.path: {model.args['path']} holds other weights than when the sweep was begun, so that "
-            f"its trials would be of unlike models; put them back, or begin another sweep"
+            f"model_args.path: {model.args['path']} holds other weights than when the sweep was begun, which "
+            f"would make its trials unlike models; put them back, or begin another sweep"
         )
 
 

@@ -47,14 +47,24 @@ def from_config(
         raise JobError(
             f"model_args.path: found no config.json in {folder}, expected a folder that save_pretrained wrote"
         )
-    kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    try:
+        kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    except ValueError as failure:
+        raise JobError(f"model_args.path: {folder / 'config.json'} is no JSON file: {failure}") from None
     if kind != settings.model_type:
         raise JobError(
             f"model_args.path: {folder} has a model of type {kind!r}, expected {settings.model_type!r} for "
             f"{architecture}"
         )
     loaded: Any = model_class
-    saved: nn.Module = loaded.from_pretrained(folder, local_files_only=True, dtype=torch.float32, **given)
+    try:
+        saved: nn.Module = loaded.from_pretrained(folder, local_files_only=True, dtype=torch.float32, **given)
+    except Exception as failure:  # each kind of file has other errors
+        why = str(failure).strip().partition("\n")[0]
+        unlike = " (other sizes in model_args.config than the weights have?)" if config else ""
+        raise JobError(
+            f"model_args.path: transformers cannot load the weights in {folder}: {why}{unlike}"
+        ) from failure
     return saved.train()
 
 

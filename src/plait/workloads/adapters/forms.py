@@ -198,9 +198,9 @@ def _layer_form(layer: Any, adapter: str) -> LayerForm:
         return LayerForm(type(layer).__qualname__)
     if adapter not in layer.r:
         raise AdapterError(
-            f"a layer of {type(layer).__qualname__} has the adapters {list(layer.r)} and the model "
-            f"{adapter!r}: one base was wrapped twice; wrap a copy for each adapter: "
-            f"get_peft_model(copy.deepcopy(base), config)"
+            f"a layer of {type(layer).__qualname__} has the adapters {list(layer.r)} and not {adapter!r}, "
+            f"the model's first: of several named adapters, add the one of all layers first; if one base was "
+            f"wrapped twice, wrap a copy for each: get_peft_model(copy.deepcopy(base), config)"
         )
     return LayerForm(
         "lora",

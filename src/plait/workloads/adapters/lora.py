@@ -88,7 +88,10 @@ def _adapted_by(model: nn.Module, settings: LoraSettings, targets: Sequence[tupl
     keys, names = [key for key, _ in model.named_modules()], set()
     for each in targets:
         own = replace(settings, target_modules=each)
-        _check_targets(model, own)
+        try:
+            _check_targets(model, own)
+        except JobError:  # of the trials that name them, which fail by themselves
+            continue
         prepared = LoraModel._prepare_adapter_config(
             LoraModel, check_lora(own), LoraModel.get_model_config(model)
         )
