@@ -42,7 +42,7 @@ from torch.utils import _pytree as pytree
 from plait.core.errors import InputError, PlaitError
 from plait.data.call_model import as_arguments, evaluation_mode
 from plait.fusion import FusedModule, FusedOptimizer, FusionError, fuse
-from plait.fusion.dispatch.random import Streams
+from plait.fusion.dispatch.random import Calls, Streams
 from plait.fusion.trials.single_trial import SingleTrialMode, seeded_for
 from plait.pipeline.verify.in_process import Choices, StagedModel
 from plait.pipeline.verify.verify_stages import Example, VerifiedStages, prepare_stages
@@ -217,7 +217,8 @@ def fused_verdict(case: Case) -> Verdict:
     models = [make_model(case, seed) for seed in range(TRIALS)]
     batches = [[as_double(batch) for batch in case.batches()] for _ in range(TRIALS)]
     try:
-        fused = fuse(models, verify=batches[0])
+        fused = fuse(models, range(TRIALS), verify=batches[0])
+        fused.draws_before = 0  # as alone, each call by itself
         alone = [Alone(make_model(case, seed), seed, list(fused.unfused)) for seed in range(TRIALS)]
         wrong = compare_trials(alone, fused, batches)
     except FusionError as failure:
@@ -243,7 +244,8 @@ class Alone:
             part.register_forward_hook(lambda *_: self._end())
 
     def run(self, batch: Batch) -> Any:
-        self._streams = Streams(torch.tensor([self._seed]), torch.tensor([self._rng_step]))
+        start = Calls().begin(self.model.training, True, 0)
+        self._streams = Streams(torch.tensor([self._seed]), torch.tensor([self._rng_step]), start)
         self._rng_step += self.model.training
         with SingleTrialMode(self._streams):
             return run(self.model, batch)

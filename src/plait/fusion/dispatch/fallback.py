@@ -163,7 +163,8 @@ def draw_marks() -> tuple[Any, ...]:
 
 def python_marks() -> tuple[Any, ...]:
     """A value that changes with each draw from Python's generators and NumPy's global one."""
-    return random.getstate(), repr(numpy.random.get_state(legacy=False))
+    state = numpy.random.get_state(legacy=False)["state"]
+    return random.getstate(), [x.tobytes() if isinstance(x, numpy.ndarray) else x for x in state.values()]
 
 
 @cache
