@@ -35,11 +35,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait.fusion.rules  # noqa: F401  (fills the table of rules)
-from plait.fusion.dispatch.mode import TrialMode
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.dispatch.torch_patches import running
 from plait.fusion.errors import FusionError
+from plait.fusion.trials.mode import TrialMode
 from plait.fusion.trials.one_by_one import apply_alone
 
 KINDS = ("right", "refused", "wrong", "bare error")

@@ -46,6 +46,8 @@ ORDER = (
 )
 MOST_MODULES = 15
 LEVEL = {package: level for level, package in enumerate(ORDER)}
+# The packages of fusion; the modules beside them are used by all of these.
+OF_FUSION = ("dispatch", "kernels", "speed", "rules", "trials", "optim", "verify")
 
 
 def package_of(module: str) -> str | None:
@@ -86,6 +88,17 @@ def violations() -> list[str]:
 
 def test_no_package_imports_one_that_lies_below_it():
     assert violations() == []
+
+
+def test_no_package_of_fusion_imports_one_that_lies_below_it():
+    fusion = SOURCE / "fusion"
+    assert {path.parent.name for path in fusion.glob("*/__init__.py")} == set(OF_FUSION)
+    found = []
+    for level, here in enumerate(OF_FUSION):
+        lower = tuple(f"plait.fusion.{each}." for each in OF_FUSION[level + 1 :])
+        for path in (fusion / here).rglob("*.py"):
+            found += [f"{path.name} imports {m}" for m in imported_modules(path) if m.startswith(lower)]
+    assert found == []
 
 
 def test_nothing_in_plait_imports_the_experiments():

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import plait
 from plait.fusion import FusedOptimizer, FusionError, Shared, group_by_shape
 from plait.fusion.dispatch import random
+from plait.fusion.dispatch.per_trial import PerTrial
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.forward_patches import Patch
-from plait.fusion.trials.per_trial import PerTrial
 from plait.fusion.trials.single_trial import SingleTrialMode
 
 

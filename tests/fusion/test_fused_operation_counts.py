@@ -13,14 +13,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.fusion import FusedOptimizer
-from plait.fusion.dispatch import alias_links
+from plait.fusion.dispatch import alias_links, padding
 from plait.fusion.kernels import update
 from plait.fusion.optim import matrix_kinds
 from plait.fusion.optim import update as updates
 from plait.fusion.optim.matrix_kinds import orthogonalized
 from plait.fusion.optim.optimizer_kinds import KINDS
 from plait.fusion.speed import autotune
-from plait.fusion.trials import padding
 
 # Calls in Python of a training step of one dense layer, and of each further layer: a little above today's.
 OF_A_STEP, OF_A_LAYER = 621, 75

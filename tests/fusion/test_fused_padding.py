@@ -9,7 +9,7 @@ from fused_checks import fuse
 from torch import nn
 
 from plait.fusion import FusedOptimizer, FusionError
-from plait.fusion.trials.padding import pad
+from plait.fusion.dispatch.padding import pad
 
 COUNTS = [5, 8, 2, 1]
 

@@ -165,7 +165,7 @@ def revert_attributes(monkeypatch):
 
 def revert_numbers(monkeypatch):
     """Pass a number of each trial's own to torch, beside tensors that all trials share."""
-    monkeypatch.setattr("plait.fusion.dispatch.mode.has_per_trial", lambda values: False)
+    monkeypatch.setattr("plait.fusion.trials.mode.has_per_trial", lambda values: False)
 
 
 def revert_data(monkeypatch):
@@ -175,7 +175,7 @@ def revert_data(monkeypatch):
 
 def revert_draws(monkeypatch):
     """Draw one tensor of random numbers for all trials."""
-    monkeypatch.setattr("plait.fusion.dispatch.mode._RANDOM", frozenset())
+    monkeypatch.setattr("plait.fusion.trials.mode._RANDOM", frozenset())
 
 
 def revert_hooks(monkeypatch):

@@ -100,7 +100,7 @@ def test_a_trial_that_is_not_what_it_is_alone_ends_the_sweep_or_is_told_of(
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fusion does not see that models differ in attributes, and all are trained as the first one."""
-    for place in ("check", "trials.join_leave"):
+    for place in ("check", "join_leave"):
         monkeypatch.setattr(f"plait.fusion.{place}.different_attributes", lambda first, other: [])
 
 

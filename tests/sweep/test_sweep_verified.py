@@ -101,7 +101,7 @@ def test_each_trial_is_compared_once_also_one_that_joins_or_whenever_it_enters(m
 @pytest.fixture
 def blind(monkeypatch):
     """Fusion does not see that models differ in attributes; verification alone can."""
-    for place in ("check", "trials.join_leave"):
+    for place in ("check", "join_leave"):
         monkeypatch.setattr(f"plait.fusion.{place}.different_attributes", lambda first, other: [])
 
 

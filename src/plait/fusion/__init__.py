@@ -8,6 +8,7 @@ process.
 from plait.fusion.check import group_by_shape
 from plait.fusion.errors import FusionError
 from plait.fusion.fusing import fuse
+from plait.fusion.join_leave import add_trials, keep_trials, replace_trial
 from plait.fusion.module import FusedModule
 from plait.fusion.optim.conversion import fuse_optimizers, split_optimizer
 from plait.fusion.optim.optimizer import FusedOptimizer
@@ -15,7 +16,6 @@ from plait.fusion.optim.trial_gradients import clip_gradients
 from plait.fusion.optim.trial_loss_scales import LossScales
 from plait.fusion.shared_input import Shared
 from plait.fusion.speed.cuda_graph import CapturedStep
-from plait.fusion.trials.join_leave import add_trials, keep_trials, replace_trial
 
 __all__ = [
     "CapturedStep",

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from plait.fusion.closures import copied_closures
+from plait.fusion.dispatch.per_trial import PerTrial
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
 from plait.fusion.forward_patches import Patch
-from plait.fusion.trials.per_trial import PerTrial
 
 
 def independent_copy(module: nn.Module, memo: dict[int, Any] | None = None, hooks: bool = True) -> nn.Module:

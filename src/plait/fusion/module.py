@@ -20,10 +20,10 @@ from plait.fusion.check import tensor_attributes
 from plait.fusion.copies import copy_hooks, gradient_hooks, independent_copy
 from plait.fusion.dispatch.fallback import python_marks
 from plait.fusion.dispatch.install import ModuleTensors, Slot, shared_names, slots_of, stack
-from plait.fusion.dispatch.mode import TrialMode, refuse_within
+from plait.fusion.dispatch.padding import Rows
+from plait.fusion.dispatch.per_trial import Number, one_each
 from plait.fusion.dispatch.random import Calls, Count, Streams, unused_seeds
 from plait.fusion.dispatch.refusals import check_uncompiled, refuse_compiled
-from plait.fusion.dispatch.separation import Separation
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.dispatch.torch_patches import running
 from plait.fusion.errors import FusionError
@@ -37,9 +37,9 @@ from plait.fusion.speed.whole_layers import patch_layers
 from plait.fusion.stacking import is_within, same_memory, stacked, unstacked
 from plait.fusion.trials.adapter_forms import ArrayForms, refuse_merging
 from plait.fusion.trials.frozen_buffers import FrozenBuffers
+from plait.fusion.trials.mode import TrialMode, refuse_within
 from plait.fusion.trials.one_by_one import apply_alone
-from plait.fusion.trials.padding import Rows
-from plait.fusion.trials.per_trial import Number, one_each
+from plait.fusion.trials.separation import Separation
 from plait.fusion.trials.unfused import PerTrialModules, must_be_unfused
 
 log = logging.getLogger(__name__)

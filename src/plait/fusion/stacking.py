@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from plait.fusion.check import hyperparameters
 from plait.fusion.copies import held_values, independent_copy
 from plait.fusion.dispatch.install import recurrent_in, refresh_recurrent, slots_of, stack
+from plait.fusion.dispatch.per_trial import PerTrial
 from plait.fusion.dispatch.tensor import OF_TRIAL
 from plait.fusion.forward_patches import REPLACED, Patch
-from plait.fusion.trials.per_trial import PerTrial
 from plait.fusion.trials.unfused import PerTrialModules
 
 

@@ -1,1 +1,1 @@
-"""Dispatch of torch functions on trial tensors: to a rule, or to a fallback."""
+"""Tensors of all trials, and the dispatch of torch functions on them: to a rule, or to a fallback."""

@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
-from plait.fusion.dispatch import alias_links
+from plait.fusion.dispatch import alias_links, padding
+from plait.fusion.dispatch.batch_axis import follow
 from plait.fusion.dispatch.fallback import find_rule, is_in_place, loop, may_write, recover
+from plait.fusion.dispatch.per_trial import PerTrial
 from plait.fusion.dispatch.refusals import refuse_out, refuse_outside, refuse_transformed
 from plait.fusion.dispatch.registry import (
     PER_TRIAL_RULES,
@@ -22,9 +24,6 @@ from plait.fusion.dispatch.registry import (
 )
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.dispatch.torch_patches import RUNNING
-from plait.fusion.trials import padding
-from plait.fusion.trials.batch_axis import follow
-from plait.fusion.trials.per_trial import PerTrial
 
 
 def compute(rule: Rule | None, function: Function, args: Arguments, kwargs: Options) -> Any:

@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _StopRecomputationError
 
 from plait.fusion.dispatch.one_trial import one_trial, stack_outcomes
+from plait.fusion.dispatch.padding import Rows
+from plait.fusion.dispatch.per_trial import PerTrial
 from plait.fusion.dispatch.refusals import (
     as_strided,
     name_of,
@@ -42,8 +44,6 @@ from plait.fusion.dispatch.tensor import (
     wrap,
 )
 from plait.fusion.errors import FusionError
-from plait.fusion.trials.padding import Rows
-from plait.fusion.trials.per_trial import PerTrial
 
 _METADATA = (
     "size dim numel nelement ndimension is_floating_point is_complex is_signed element_size get_device "

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from plait.fusion.describe import describe
+from plait.fusion.dispatch.padding import Rows
+from plait.fusion.dispatch.per_trial import PerTrial
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, leaves
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.trials.padding import Rows
-from plait.fusion.trials.per_trial import PerTrial
 
 
 def one_trial(values: Any, trial: int, rows: Rows | None = None) -> Any:

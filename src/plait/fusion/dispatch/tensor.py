@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from plait.fusion.dispatch.padding import Rows
+from plait.fusion.dispatch.per_trial import PerTrial, on_device
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.registry import (
     READING_RULES,
@@ -26,9 +28,6 @@ from plait.fusion.dispatch.registry import (
     Rule,
 )
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.speed.tied_rows import Tables
-from plait.fusion.trials.padding import Rows
-from plait.fusion.trials.per_trial import PerTrial, on_device
 
 # Key in the memo of a deep copy: the trial that is copied.
 OF_TRIAL = "plait.fusion.trial"
@@ -51,8 +50,8 @@ class Trials:
         self.rows = rows
         # Whether the running code is that of a single trial, on plain tensors.
         self.is_alone = False
-        # Of this forward, if rows of large ones were looked up.
-        self.tables: Tables | None = None
+        # The `speed.tied_rows.Tables` of this forward, if rows of large ones were looked up.
+        self.tables: Any = None
         # The tensors of this forward that were made pending.
         self._made_pending: list[weakref.ref[TrialTensor]] = []
 

@@ -8,6 +8,9 @@ from importlib.util import find_spec
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+# An activation: the factor for what is negative, or a name.
+Slope = float | str
+
 
 def can_run_on(x: Tensor) -> bool:
     """Whether the kernels support `x`: it is a real tensor on a GPU, and Triton is installed."""

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plait.fusion.kernels import cdiv
+from plait.fusion.kernels import Slope, cdiv
 from plait.fusion.kernels.images import in_memory
 from plait.fusion.kernels.launch import launch, tl, triton
 from plait.fusion.plain_function import PlainFunction, once_differentiable
-from plait.fusion.speed.lazy_activation import Slope
 
 _ROWS, _CHANNELS = 32, 128
 # Of its channels a program reads the table once, and then this many tiles.

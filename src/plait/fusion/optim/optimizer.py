@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.core.names import did_you_mean
+from plait.fusion.dispatch.per_trial import Number
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.optim.kind import OptimizerKind
@@ -28,7 +29,6 @@ from plait.fusion.optim.trial_view import TrialView
 from plait.fusion.optim.update import KnownSlices, Stepping, update_group
 from plait.fusion.optim.whole_schedulers import select_numbers
 from plait.fusion.trials.partial_gradients import trials_without_gradients
-from plait.fusion.trials.per_trial import Number
 from plait.sync.weight_ema import swap_ema
 
 

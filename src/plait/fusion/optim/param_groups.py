@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from plait.core.names import did_you_mean
+from plait.fusion.dispatch.per_trial import Number, PerTrial, one_each
 from plait.fusion.errors import FusionError
 from plait.fusion.optim.kind import OptimizerKind
 from plait.fusion.optim.optimizer_kinds import KINDS
 from plait.fusion.optim.step_clock import StepClock, distinct
-from plait.fusion.trials.per_trial import Number, PerTrial, one_each
 from plait.sync.weight_ema import EMA
 
 # The numbers that schedulers add to a group.

@@ -10,8 +10,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
+from plait.fusion.dispatch.per_trial import PerTrial, one_each
 from plait.fusion.optim.param_groups import FusedGroup
-from plait.fusion.trials.per_trial import PerTrial, one_each
 
 _INITIAL = "initial_lr"
 

@@ -14,6 +14,7 @@ from plait.fusion.rules import (  # noqa: F401
     losses,
     normalisation,
     pooling,
+    random_numbers,
     recurrent,
     reductions,
     shapes,

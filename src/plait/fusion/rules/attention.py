@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.fusion.dispatch.batch_axis import require_rows_first
 from plait.fusion.dispatch.fallback import vmap_rule
+from plait.fusion.dispatch.per_trial import PerTrial
 from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.kernels import can_run_on
 from plait.fusion.rules.dropout import drop
 from plait.fusion.rules.elementwise import align_operand
-from plait.fusion.trials.batch_axis import require_rows_first
-from plait.fusion.trials.per_trial import PerTrial
 
 _NAMES = "query key value attn_mask dropout_p is_causal scale enable_gqa"
 _DEFAULTS: Options = {

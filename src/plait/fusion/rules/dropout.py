@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.fusion.dispatch.batch_axis import MIXED, require_rows_first
+from plait.fusion.dispatch.per_trial import PerTrial, on_device
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.kernels import can_run_on
-from plait.fusion.trials.batch_axis import MIXED, require_rows_first
-from plait.fusion.trials.per_trial import PerTrial, on_device
 
 _NAMES = "input p training inplace"
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plait.fusion.dispatch import alias_links
 from plait.fusion.dispatch.fallback import is_in_place, loop
+from plait.fusion.dispatch.per_trial import PerTrial, on_device
 from plait.fusion.dispatch.refusals import refuse_shared_target, refuse_values
 from plait.fusion.dispatch.registry import (
     RULES,
@@ -23,10 +24,10 @@ from plait.fusion.dispatch.registry import (
     takes_per_trial,
 )
 from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
-from plait.fusion.speed.lazy_activation import PendingActivation, Slope
+from plait.fusion.kernels import Slope
+from plait.fusion.speed.lazy_activation import PendingActivation
 from plait.fusion.speed.lazy_cast import pending_cast
 from plait.fusion.speed.lazy_rows import PendingDense, pending_sum
-from plait.fusion.trials.per_trial import PerTrial, on_device
 
 _UNARY = (
     "abs absolute acos acosh angle asin asinh atan atanh bitwise_not ceil conj conj_physical cos cosh "

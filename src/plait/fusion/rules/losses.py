@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.fusion.dispatch.batch_axis import require_rows_first
 from plait.fusion.dispatch.fallback import descend, find_rule, loop, vmap_rule
+from plait.fusion.dispatch.per_trial import PerTrial, on_device
 from plait.fusion.dispatch.registry import (
     PER_TRIAL_RULES,
     RULES,
@@ -27,8 +29,6 @@ from plait.fusion.kernels import can_run_on
 from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.rules.hooks import differentiated
 from plait.fusion.speed.lazy_cast import PendingCast
-from plait.fusion.trials.batch_axis import require_rows_first
-from plait.fusion.trials.per_trial import PerTrial, on_device
 
 # Elementwise losses of two tensors, which differ only in the formula.
 _ELEMENTWISE = (

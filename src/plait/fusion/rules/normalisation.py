@@ -9,21 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from plait.fusion.dispatch.batch_axis import require_rows_first
 from plait.fusion.dispatch.fallback import loop, vmap_rule
+from plait.fusion.dispatch.padding import masked_norm
+from plait.fusion.dispatch.per_trial import PerTrial, one_each
 from plait.fusion.dispatch.refusals import refuse_shared_target
 from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.kernels import can_run_on
+from plait.fusion.kernels import Slope, can_run_on
 from plait.fusion.kernels.images import in_memory
 from plait.fusion.rules.convolution import fold_channels, unfold_channels
 from plait.fusion.rules.elementwise import align_operand
-from plait.fusion.speed.lazy_activation import PendingActivation, Slope
+from plait.fusion.speed.lazy_activation import PendingActivation
 from plait.fusion.speed.lazy_reads import Watched
 from plait.fusion.speed.lazy_rows import pending_row_norm
-from plait.fusion.trials.batch_axis import require_rows_first
-from plait.fusion.trials.padding import masked_norm
-from plait.fusion.trials.per_trial import PerTrial, one_each
 
 
 def _flat(value: Any, trials: Trials) -> Tensor | None:

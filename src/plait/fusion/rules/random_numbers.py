@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.fusion.dispatch.per_trial import PerTrial, on_device
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.refusals import refuse_random
 from plait.fusion.dispatch.registry import (
@@ -24,7 +25,6 @@ from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.rules.dropout import drawn
 from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.rules.shapes import sizes
-from plait.fusion.trials.per_trial import PerTrial, on_device
 
 
 def _exponential(streams: Streams, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:

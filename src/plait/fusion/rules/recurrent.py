@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.fusion.dispatch.fallback import loop
+from plait.fusion.dispatch.per_trial import PerTrial
 from plait.fusion.dispatch.registry import Arguments, Function, Options, rule, takes_per_trial
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
@@ -16,7 +17,6 @@ from plait.fusion.kernels import can_run_on
 from plait.fusion.plain_function import PlainFunction
 from plait.fusion.rules.dense import batched_linear
 from plait.fusion.rules.dropout import drop
-from plait.fusion.trials.per_trial import PerTrial
 
 State = tuple[Tensor, ...]
 

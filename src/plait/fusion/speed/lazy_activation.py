@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plait.fusion.kernels import Slope
 from plait.fusion.speed.lazy_reads import Watched
-
-# The factor for what is negative, or the name of an activation.
-Slope = float | str
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from torch._guards import detect_fake_mode
 from torch.nn.modules import module as module_hooks
 
 from plait.fusion.dispatch import alias_links
+from plait.fusion.dispatch.per_trial import PerTrial, on_device
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.forward_patches import Patch
 from plait.fusion.kernels import can_run_on
-from plait.fusion.trials.per_trial import PerTrial, on_device
 
 _HALF = (torch.bfloat16, torch.float16)
 _LORA = "peft.tuners.lora.layer", "Linear"

@@ -1,1 +1,1 @@
-"""Trials of an array: membership, per-trial values, padding, and modules that run trial by trial."""
+"""Trials in a forward: its function mode, what they share, and modules that run trial by trial."""

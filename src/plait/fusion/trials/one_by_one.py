@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
-from plait.fusion.dispatch.mode import TrialMode
 from plait.fusion.dispatch.one_trial import stack_outcomes
+from plait.fusion.dispatch.padding import Rows
+from plait.fusion.dispatch.per_trial import PerTrial
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.trials.padding import Rows
-from plait.fusion.trials.per_trial import PerTrial
+from plait.fusion.trials.mode import TrialMode
 from plait.fusion.trials.row_wise import call_once, is_row_wise, rows_at
 from plait.fusion.trials.single_trial import SingleTrialMode
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from plait.fusion.dispatch.fallback import draw_marks
+from plait.fusion.dispatch.per_trial import PerTrial
 from plait.fusion.dispatch.tensor import TrialTensor, leaves
-from plait.fusion.trials.per_trial import PerTrial
 
 log = logging.getLogger(__name__)
 # Whether a function on arguments like these computes rows by themselves.

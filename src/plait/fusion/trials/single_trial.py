@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from plait.fusion.dispatch.fallback import body_of
+from plait.fusion.dispatch.padding import Rows
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.registry import (
     RULES,
@@ -31,7 +32,6 @@ from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.dispatch.torch_patches import running
 from plait.fusion.rules.dropout import alpha_dropout, drop, dropout, feature_dropout
 from plait.fusion.rules.random_numbers import FILLS, NEW, OF_TENSORS, OPENED, draw_new, is_new, with_tensor
-from plait.fusion.trials.padding import Rows
 from plait.verification import same_random_numbers
 
 _DROPOUTS = frozenset(f for f, by in RULES.items() if by in (alpha_dropout, dropout, feature_dropout))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from plait.fusion.dispatch.per_trial import PerTrial
 from plait.fusion.module import FusedModule
 from plait.fusion.stacking import is_within
 from plait.fusion.trials.partial_gradients import trials_without_gradient
-from plait.fusion.trials.per_trial import PerTrial
 from plait.verification import BUFFER, GRADIENT, Observation, observe_outputs
 
 ATTRIBUTE = "the attribute "

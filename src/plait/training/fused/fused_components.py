@@ -27,10 +27,10 @@ from plait.fusion import (
     keep_trials,
     replace_trial,
 )
+from plait.fusion.dispatch.padding import pad
+from plait.fusion.dispatch.per_trial import PerTrial, on_device
+from plait.fusion.join_leave import check_joining
 from plait.fusion.optim.conversion import load_trial, trial_optimizer
-from plait.fusion.trials.join_leave import check_joining
-from plait.fusion.trials.padding import pad
-from plait.fusion.trials.per_trial import PerTrial, on_device
 from plait.fusion.verify import FusionReport
 from plait.pipeline import named_state
 from plait.schema.settings import OptimizerSettings, TrainSettings

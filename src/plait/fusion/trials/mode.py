@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from plait.fusion.dispatch.fallback import body_of, draw_marks, is_in_place
 from plait.fusion.dispatch.made_tensors import MadeTensors
 from plait.fusion.dispatch.one_trial import one_trial, stack_outcomes
+from plait.fusion.dispatch.per_trial import PerTrial
 from plait.fusion.dispatch.refusals import (
     RANDOM,
     SharedTargetError,
@@ -20,12 +21,11 @@ from plait.fusion.dispatch.refusals import (
     refuse_shared_target,
 )
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, spellings
-from plait.fusion.dispatch.separation import Separation
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, leaves, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.rules.dropout import streams_of
 from plait.fusion.rules.random_numbers import FILLS, NEW, OF_TENSORS, OPENED, draw_new, is_new, with_tensor
-from plait.fusion.trials.per_trial import PerTrial
+from plait.fusion.trials.separation import Separation
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _DRAWS = OF_TENSORS | frozenset(spellings(_DROPOUTS))

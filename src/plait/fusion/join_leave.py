@@ -13,6 +13,7 @@ from plait.core.names import did_you_mean
 from plait.fusion.check import check_structure, different_attributes, tensor_attributes
 from plait.fusion.copies import gradient_hooks, held_values
 from plait.fusion.dispatch.install import slots_of
+from plait.fusion.dispatch.per_trial import PerTrial, float_holders, one_each
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
@@ -20,7 +21,6 @@ from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.optim.whole_schedulers import begin_from
 from plait.fusion.sharing import equal_values, is_same_view
 from plait.fusion.trials.partial_gradients import select_gradient
-from plait.fusion.trials.per_trial import PerTrial, float_holders, one_each
 from plait.workloads.adapters.forms import is_adapted
 
 log = logging.getLogger(__name__)
