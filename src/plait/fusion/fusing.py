@@ -22,13 +22,7 @@ from plait.fusion.module import FusedModule
 from plait.fusion.shared_input import Shared
 from plait.fusion.sharing import check_share, held_once, nearly_shared
 from plait.fusion.trials.adapter_forms import in_one_form
-from plait.fusion.verify import (
-    CallCandidate,
-    NothingToCompareError,
-    calls_on,
-    log_report,
-    verify_fused,
-)
+from plait.fusion.verify import CallCandidate, NothingToCompareError, calls_on, log_report, verify_fused
 from plait.workloads.adapters.forms import is_adapted
 
 log = logging.getLogger(__name__)

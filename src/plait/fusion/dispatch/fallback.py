@@ -35,14 +35,7 @@ from plait.fusion.dispatch.registry import (
     rule,
     takes_per_trial,
 )
-from plait.fusion.dispatch.tensor import (
-    LayoutError,
-    PastRulesError,
-    TrialTensor,
-    leaves,
-    trials_of,
-    wrap,
-)
+from plait.fusion.dispatch.tensor import LayoutError, PastRulesError, TrialTensor, leaves, trials_of, wrap
 from plait.fusion.errors import FusionError
 
 _METADATA = (

@@ -12,21 +12,26 @@ from torch.utils import _pytree as pytree
 from plait.fusion.describe import describe
 from plait.fusion.dispatch.padding import Rows
 from plait.fusion.dispatch.per_trial import PerTrial
-from plait.fusion.dispatch.tensor import Trials, TrialTensor, leaves
+from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.errors import FusionError, user_line
 
 
-def one_trial(values: Any, trial: int, rows: Rows | None = None) -> Any:
-    """`values` as one trial sees them: its slice of each trial tensor, its value of each hyperparameter."""
+def one_trial(values: Any, trial: int, rows: Rows | None = None, cuts_shared: bool = False) -> Any:
+    """`values` as one trial sees them: its slice of each trial tensor, its value of each hyperparameter.
+
+    With `rows`, without padding rows; so are plain tensors of as many rows, if it `cuts_shared`.
+    """
     # If some tensors are known to have rows, the others (such as class weights) have none.
     known = rows is not None and any(
-        isinstance(x, TrialTensor) and x.rows_at is not None for x in leaves(values)
+        isinstance(x, TrialTensor) and x.rows_at is not None for x in pytree.tree_leaves(values)
     )
 
     def pick(value: Any) -> Any:
         if isinstance(value, TrialTensor):
             part = value.stacked[trial]
             return part if rows is None or (known and value.rows_at is None) else rows.cut(part, trial)
+        if cuts_shared and type(value) is Tensor and rows is not None:
+            return rows.cut(value, trial) if value.dim() and len(value) == rows.length else value
         return value.of(trial) if isinstance(value, PerTrial) else value
 
     return pytree.tree_map(pick, values)
@@ -41,8 +46,7 @@ def stack_outcomes(outcomes: list[Any], trials: Trials, who: str = "", rows: Row
     flat, spec = zip(*(pytree.tree_flatten(outcome) for outcome in outcomes))
     if any(other != spec[0] for other in spec):
         raise FusionError(f"{user_line()}\n  returns a different structure in some trials")
-    leaves = [_one_leaf(values, trials, who, rows) for values in zip(*flat)]
-    return pytree.tree_unflatten(leaves, spec[0])
+    return pytree.tree_unflatten([_one_leaf(values, trials, who, rows) for values in zip(*flat)], spec[0])
 
 
 def _one_leaf(values: tuple[Any, ...], trials: Trials, who: str, rows: Rows | None) -> Any:

@@ -27,9 +27,6 @@ class Rows:
         self.length = length
         self._masks: dict[tuple[int, torch.device], Tensor] = {}
 
-    def of_trial(self, number: int) -> Rows:
-        return Rows(self.counts[number : number + 1], self.length)
-
     def times(self, rows: int) -> int:
         """`rows` divided by the rows of the batch; raises if it does not divide."""
         if rows % self.length:

@@ -19,14 +19,7 @@ from torch.utils import _pytree as pytree
 from plait.fusion.dispatch.padding import Rows
 from plait.fusion.dispatch.per_trial import PerTrial, on_device
 from plait.fusion.dispatch.random import Streams
-from plait.fusion.dispatch.registry import (
-    READING_RULES,
-    RULES,
-    Arguments,
-    Function,
-    Options,
-    Rule,
-)
+from plait.fusion.dispatch.registry import READING_RULES, RULES, Arguments, Function, Options, Rule
 from plait.fusion.errors import FusionError, user_line
 
 # Key in the memo of a deep copy: the trial that is copied.
@@ -44,10 +37,11 @@ class PendingValue(Protocol):
 class Trials:
     """State shared by the tensors of one forward: number of trials, random streams, padding."""
 
-    def __init__(self, count: int, streams: Streams | None = None, rows: Rows | None = None) -> None:
+    def __init__(self, count: int, streams: Streams | None = None) -> None:
         self.count = count
         self.streams = streams
-        self.rows = rows
+        # The real rows of a padded batch.
+        self.rows: Rows | None = None
         # Whether the running code is that of a single trial, on plain tensors.
         self.is_alone = False
         # The `speed.tied_rows.Tables` of this forward, if rows of large ones were looked up.

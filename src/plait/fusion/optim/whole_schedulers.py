@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,16 @@ _INITIAL = "initial_lr"
 
 def select_numbers(optimizer: torch.optim.Optimizer, numbers: Sequence[int]) -> None:
     """Select trials by their numbers in what schedulers have put into groups, and in the schedulers."""
-    _change(optimizer, lambda value: PerTrial([value.of(number) for number in numbers]))
+
+    def select(value: PerTrial) -> PerTrial:
+        return PerTrial([value.of(number) for number in numbers])
+
+    for attributes in (*_groups(optimizer), *_schedulers(optimizer)):
+        own = attributes.kind.torch_names() if isinstance(attributes, FusedGroup) else ()
+        for name, value in list(attributes.items()):
+            given = isinstance(value, (PerTrial, list, tuple)) and name not in own
+            if given and any(isinstance(leaf, PerTrial) for leaf in pytree.tree_leaves(value)):
+                attributes[name] = pytree.tree_map_only(PerTrial, select, value)
 
 
 def begin_from(optimizer: torch.optim.Optimizer, number: int, lr: float) -> None:
@@ -34,15 +43,6 @@ def begin_from(optimizer: torch.optim.Optimizer, number: int, lr: float) -> None
         group[_INITIAL] = changed(group[_INITIAL], group)
     for attributes in _schedulers(optimizer):
         attributes["base_lrs"] = [changed(*pair) for pair in zip(attributes["base_lrs"], groups)]
-
-
-def _change(optimizer: torch.optim.Optimizer, change: Callable[[PerTrial], PerTrial]) -> None:
-    for attributes in (*_groups(optimizer), *_schedulers(optimizer)):
-        own = attributes.kind.torch_names() if isinstance(attributes, FusedGroup) else ()
-        for name, value in list(attributes.items()):
-            given = isinstance(value, (PerTrial, list, tuple)) and name not in own
-            if given and any(isinstance(leaf, PerTrial) for leaf in pytree.tree_leaves(value)):
-                attributes[name] = pytree.tree_map_only(PerTrial, change, value)
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[FusedGroup]:

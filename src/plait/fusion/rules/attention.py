@@ -27,11 +27,16 @@ _DEFAULTS: Options = {
 }
 
 
+def given_to_attention(args: Arguments, kwargs: Options) -> Options:
+    """The arguments of a call of torch's function, by name."""
+    return arguments_of(_NAMES, _DEFAULTS, args, kwargs)
+
+
 @takes_per_trial
 @rule("scaled_dot_product_attention")
 def attention(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Scaled dot product attention; dropout materializes the weights, as each trial drops its own."""
-    given = arguments_of(_NAMES, _DEFAULTS, args, kwargs)
+    given = given_to_attention(args, kwargs)
     parts = [given[name] for name in ("query", "key", "value")]
     trials = trials_of(parts, given["attn_mask"])
     dims = parts[0].dim()

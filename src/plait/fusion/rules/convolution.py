@@ -173,14 +173,10 @@ def _can_wait(x: Tensor, weight: Tensor) -> bool:
 def _pending(
     function: Function, x: Tensor, weight: Tensor, bias: Tensor | None, options: Options
 ) -> PendingActivation:
-    height, width = (
-        (x.shape[3 + axis] + 2 * options["padding"][axis] - weight.shape[3 + axis]) // options["stride"][axis]
-        + 1
-        for axis in range(2)
-    )
+    size = _size_after(x, weight.shape[3:], options)
     kind = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     x = x.to(kind)  # now, as autocast may not be enabled later
-    like = like_of(torch.Size((*x.shape[:2], weight.shape[1], height, width)), kind, x.device)
+    like = like_of(torch.Size((*x.shape[:2], weight.shape[1], *size)), kind, x.device)
     compute = lambda slope: _gathered(function, x, weight, bias, options, slope)  # noqa: E731
     read = [part for part in (x, weight, bias) if part is not None]
     return PendingActivation(compute, None, [Watched(part, "convolved") for part in read], like, True)
@@ -284,13 +280,13 @@ def _unfolded(function: Function, x: Tensor, weight: Tensor, bias: Tensor | None
         if bias is None
         else torch.baddbmm(bias.unsqueeze(2), weight.flatten(2), rows)
     )
-    sizes = [
-        (x.shape[3 + i] + 2 * options["padding"][i] - options["dilation"][i] * (kernel[i] - 1) - 1)
-        // options["stride"][i]
-        + 1
-        for i in range(2)
-    ]
-    return torch.unflatten(out, 2, (batch, *sizes)).transpose(1, 2)
+    return torch.unflatten(out, 2, (batch, *_size_after(x, kernel, options))).transpose(1, 2)
+
+
+def _size_after(x: Tensor, kernel: torch.Size, options: Options) -> list[int]:
+    """Height and width of the output of a convolution."""
+    each = zip(x.shape[3:], kernel, options["padding"], options["dilation"], options["stride"])
+    return [(size + 2 * pad - step * (taps - 1) - 1) // by + 1 for size, taps, pad, step, by in each]
 
 
 def _gathered(
@@ -302,14 +298,18 @@ def _gathered(
     slope: float = 1.0,
 ) -> Tensor:
     """By our kernel, all trials in one launch; what is negative is multiplied by the `slope`."""
-    stride, dilation = set(options["stride"]), set(options["dilation"])
-    if not can_run_on(x) or len(stride) > 1 or dilation != {1}:
-        raise RuntimeError("the kernel is for GPUs, equal strides and no dilation")
-    from plait.fusion.kernels.convolution.trial_convolution import (
-        trial_convolution,  # needs Triton, which a CPU build lacks
-    )
+    stride = _stride_for_kernel(x, options)
+    from plait.fusion.kernels.convolution.trial_convolution import trial_convolution  # needs Triton
 
-    return trial_convolution(x, weight, bias, stride.pop(), options["padding"], None, slope)
+    return trial_convolution(x, weight, bias, stride, options["padding"], None, slope)
+
+
+def _stride_for_kernel(x: Tensor, options: Options) -> int:
+    """The stride of both axes; raises RuntimeError for what our kernels do not support."""
+    first, *others = set(options["stride"])
+    if not can_run_on(x) or others or set(options["dilation"]) != {1}:
+        raise RuntimeError("the kernel is for GPUs, equal strides and no dilation")
+    return int(first)
 
 
 _WAYS = {
@@ -394,12 +394,8 @@ def _grouped_up(
 
 def _gathered_up(x: Tensor, weight: Tensor, bias: Tensor | None, options: Options) -> Tensor:
     """By our kernel for transposed convolutions."""
-    stride = set(options["stride"])
-    if not can_run_on(x) or len(stride) > 1 or set(options["dilation"]) != {1}:
-        raise RuntimeError("the kernel is for GPUs, equal strides and no dilation")
-    from plait.fusion.kernels.convolution.trial_convolution import (
-        trial_convolution,  # needs Triton, which a CPU build lacks
-    )
+    stride = _stride_for_kernel(x, options)
+    from plait.fusion.kernels.convolution.trial_convolution import trial_convolution  # needs Triton
 
     pad = options["padding"]
     height, width = (
@@ -409,4 +405,4 @@ def _gathered_up(x: Tensor, weight: Tensor, bias: Tensor | None, options: Option
         + options["output_padding"][i]
         for i in range(2)
     )
-    return trial_convolution(x, weight, bias, stride.pop(), pad, (height, width))
+    return trial_convolution(x, weight, bias, stride, pad, (height, width))

@@ -26,7 +26,6 @@ from plait.fusion.dispatch.registry import (
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError
 from plait.fusion.kernels import can_run_on
-from plait.fusion.rules.elementwise import align_operand
 from plait.fusion.rules.hooks import differentiated
 from plait.fusion.speed.lazy_cast import PendingCast
 
@@ -38,30 +37,18 @@ _ELEMENTWISE = (
 
 def elementwise_loss(function: Function, args: Arguments, kwargs: Options) -> Any:
     """The mean or sum of an elementwise loss over each trial's elements."""
-    names = {"input", "target", *_tensor_options(kwargs)}
     given = {**dict(zip(("input", "target"), args)), **kwargs}
     if len(args) > 2 or kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
         return descend(function, args, kwargs)
     trials = trials_of(given)
-    tensors = {name: given[name] for name in names if given.get(name) is not None}
-    dims = max(tensor.dim() for tensor in tensors.values())
-    if (
-        any(tensor.dim() != dims for tensor in tensors.values())
-        or given["input"].shape != given["target"].shape
-    ):
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    dims = {tensor.dim() for tensor in tensors.values()}
+    if len(dims) > 1 or given["input"].shape != given["target"].shape:
         return descend(function, args, kwargs)
-    like = wrap(unwrap(given["input"], trials), trials)
-    placed = {
-        name: align_operand(wrap(unwrap(tensor, trials), trials), dims, like)
-        for name, tensor in tensors.items()
-    }
-    rest = {k: v for k, v in given.items() if k not in names and k != "reduction"}
+    placed = {name: unwrap(tensor, trials) for name, tensor in tensors.items()}
+    rest = {k: v for k, v in given.items() if k not in tensors and k != "reduction"}
     each = function(**placed, **rest, reduction="none")
     return wrap(_reduce(each, given.get("reduction", "mean")), trials)
-
-
-def _tensor_options(kwargs: Options) -> list[str]:
-    return [name for name, value in kwargs.items() if isinstance(value, Tensor)]
 
 
 def _reduce(each: Tensor, reduction: str) -> Tensor:

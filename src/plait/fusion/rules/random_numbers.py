@@ -54,7 +54,9 @@ OF_TENSORS = frozenset(
 # Functions of sizes alone, one of them also of tensors.
 NEW = frozenset((torch.normal, torch.rand, torch.randint, torch.randn, torch.randperm))
 
-# Functions that torch implements in Python with draws inside.
+# Functions with draws inside, and those that torch implements in Python.
+ATTENTION = frozenset(spellings(["scaled_dot_product_attention"]))
+RECURRENT = frozenset(spellings(["lstm", "gru", "rnn_tanh", "rnn_relu"]))
 OPENED = frozenset((F.gumbel_softmax, F.multi_head_attention_forward))
 
 

@@ -24,15 +24,22 @@ from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, 
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, leaves, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.rules.dropout import streams_of
-from plait.fusion.rules.random_numbers import FILLS, NEW, OF_TENSORS, OPENED, draw_new, is_new, with_tensor
+from plait.fusion.rules.random_numbers import (
+    ATTENTION,
+    FILLS,
+    NEW,
+    OF_TENSORS,
+    OPENED,
+    RECURRENT,
+    draw_new,
+    is_new,
+    with_tensor,
+)
 from plait.fusion.trials.separation import Separation
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 _DRAWS = OF_TENSORS | frozenset(spellings(_DROPOUTS))
-_ATTENTION = frozenset(spellings(["scaled_dot_product_attention"]))
-_RECURRENT = frozenset(spellings(["lstm", "gru", "rnn_tanh", "rnn_relu"]))
-# Functions with a draw inside.
-_DRAWS_INSIDE = _ATTENTION | _RECURRENT | OPENED
+_DRAWS_INSIDE = ATTENTION | RECURRENT | OPENED
 _REFUSED = frozenset(spellings(RANDOM.split()))
 _RANDOM = _DRAWS | _DRAWS_INSIDE | NEW | FILLS | _REFUSED
 
@@ -118,7 +125,7 @@ class TrialMode(TorchFunctionMode):
         if func in OPENED:
             with self:
                 return body_of(func)(*args, **kwargs)
-        if func in _ATTENTION:
+        if func in ATTENTION:
             draws = bool(args[4]) if len(args) > 4 else bool(kwargs.get("dropout_p"))
         else:
             dropout, training = args[6:8] if isinstance(args[3], (list, tuple)) else args[5:7]

@@ -10,11 +10,9 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 
-from plait.fusion.dispatch.one_trial import stack_outcomes
-from plait.fusion.dispatch.padding import Rows
-from plait.fusion.dispatch.per_trial import PerTrial
+from plait.fusion.dispatch.one_trial import one_trial, stack_outcomes
 from plait.fusion.dispatch.random import Streams
-from plait.fusion.dispatch.tensor import Trials, TrialTensor
+from plait.fusion.dispatch.tensor import Trials
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.trials.mode import TrialMode
 from plait.fusion.trials.row_wise import call_once, is_row_wise, rows_at
@@ -67,24 +65,7 @@ def _applied(
     outcomes = []
     with one_by_one(trials) as singles:
         for number, streams in enumerate(singles):
-            trial_args, trial_kwargs = slice_of((args, kwargs), number, None)
+            trial_args, trial_kwargs = one_trial((args, kwargs), number)
             with SingleTrialMode(streams):
                 outcomes.append(function(*trial_args, **trial_kwargs))
     return stack_outcomes(outcomes, trials, getattr(function, "__qualname__", "a function"), trials.rows)
-
-
-def slice_of(values: Any, number: int, rows: Rows | None) -> Any:
-    # If some tensors are known to have rows, the others (such as weights) have none.
-    known = rows is not None and any(
-        isinstance(x, TrialTensor) and x.rows_at is not None for x in pytree.tree_leaves(values)
-    )
-
-    def pick(value: Any) -> Any:
-        if isinstance(value, TrialTensor):
-            part = value.stacked[number]
-            return part if rows is None or (known and value.rows_at is None) else rows.cut(part, number)
-        if rows is not None and type(value) is Tensor and value.dim() and len(value) == rows.length:
-            return rows.cut(value, number)
-        return value.of(number) if isinstance(value, PerTrial) else value
-
-    return pytree.tree_map(pick, values)

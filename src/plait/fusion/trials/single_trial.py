@@ -17,37 +17,36 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from plait.fusion.dispatch.fallback import body_of
-from plait.fusion.dispatch.padding import Rows
 from plait.fusion.dispatch.random import Streams
-from plait.fusion.dispatch.registry import (
-    RULES,
-    Arguments,
-    Function,
-    Options,
-    arguments_of,
-    spellings,
-    usual_form,
-)
+from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, usual_form
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.dispatch.torch_patches import running
+from plait.fusion.rules.attention import given_to_attention
 from plait.fusion.rules.dropout import alpha_dropout, drop, dropout, feature_dropout
-from plait.fusion.rules.random_numbers import FILLS, NEW, OF_TENSORS, OPENED, draw_new, is_new, with_tensor
+from plait.fusion.rules.random_numbers import (
+    ATTENTION,
+    FILLS,
+    NEW,
+    OF_TENSORS,
+    OPENED,
+    RECURRENT,
+    draw_new,
+    is_new,
+    with_tensor,
+)
 from plait.verification import same_random_numbers
 
 _DROPOUTS = frozenset(f for f, by in RULES.items() if by in (alpha_dropout, dropout, feature_dropout))
 _DRAWS = OF_TENSORS | FILLS
-_ATTENTION = frozenset(spellings(["scaled_dot_product_attention"]))
-_RECURRENT = frozenset(spellings(["lstm", "gru", "rnn_tanh", "rnn_relu"]))
-_CHANGED = _DROPOUTS | _DRAWS | NEW | OPENED | _ATTENTION | _RECURRENT
-_ATTENTION_NAMES = "query key value attn_mask dropout_p is_causal scale enable_gqa"
+_CHANGED = _DROPOUTS | _DRAWS | NEW | OPENED | ATTENTION | RECURRENT
 
 
 class SingleTrialMode(TorchFunctionMode):
     """Function mode in which a single trial's code runs on plain tensors and draws from its stream."""
 
-    def __init__(self, streams: Streams, rows: Rows | None = None) -> None:
+    def __init__(self, streams: Streams) -> None:
         super().__init__()
-        self.trials = Trials(1, streams, rows)
+        self.trials = Trials(1, streams)
         self._contexts: list[Any] = []
 
     def __enter__(self) -> SingleTrialMode:
@@ -64,7 +63,7 @@ class SingleTrialMode(TorchFunctionMode):
     def _again(self) -> Callable[[], SingleTrialMode]:
         """A factory of the mode for activation checkpoints that recompute in backward."""
         streams = self.streams.repeated()
-        return lambda: SingleTrialMode(streams.repeated(), self.trials.rows)
+        return lambda: SingleTrialMode(streams.repeated())
 
     @property
     def streams(self) -> Streams:
@@ -86,9 +85,9 @@ class SingleTrialMode(TorchFunctionMode):
         if func in OPENED:
             with self:
                 return body_of(func)(*args, **kwargs)
-        if func in _ATTENTION:
+        if func in ATTENTION:
             return self._attention(func, args, kwargs)
-        if func in _RECURRENT and not isinstance(args[3], (list, tuple)):
+        if func in RECURRENT and not isinstance(args[3], (list, tuple)):
             return self._recurrent(func, args)
         return func(*args, **kwargs)
 
@@ -111,12 +110,11 @@ class SingleTrialMode(TorchFunctionMode):
 
     def _attention(self, func: Function, args: Arguments, kwargs: Options) -> Any:
         """Attention with materialized weights, for dropout."""
-        usual: Options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
-        given = arguments_of(_ATTENTION_NAMES, usual, args, kwargs)
+        given = given_to_attention(args, kwargs)
         if not given["dropout_p"]:
             return func(*args, **kwargs)
         query, key, value = (given[name] for name in ("query", "key", "value"))
-        if given.get("enable_gqa"):
+        if given["enable_gqa"]:
             key, value = (
                 part.repeat_interleave(query.shape[-3] // part.shape[-3], -3) for part in (key, value)
             )

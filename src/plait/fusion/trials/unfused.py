@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from plait.fusion.copies import independent_copy
 from plait.fusion.describe import describe
 from plait.fusion.dispatch.install import ModuleTensors, Slot, slots_of
-from plait.fusion.dispatch.one_trial import stack_outcomes
+from plait.fusion.dispatch.one_trial import one_trial, stack_outcomes
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.tensor import TrialTensor, as_outside_of_inference
 from plait.fusion.errors import FusionError
@@ -29,7 +29,7 @@ from plait.fusion.rules.hooks import foreign_hooks
 from plait.fusion.sharing import equal_values
 from plait.fusion.trials.late_attributes import HOOKS, LateAttributes
 from plait.fusion.trials.memory_of_trials import is_memory_of, is_parameter, is_same_memory, of_all
-from plait.fusion.trials.one_by_one import one_by_one, slice_of
+from plait.fusion.trials.one_by_one import one_by_one
 from plait.fusion.trials.partial_gradients import DeliverGradient, delivers, note_others
 from plait.fusion.trials.shared_writes import SharedArguments, placed, sums_of
 from plait.fusion.trials.single_trial import SingleTrialMode, seeded_for
@@ -70,8 +70,8 @@ class PerTrialModules:
         """The parameters and buffers of all trials, by their names in `part`."""
         return {slot.key: of_all(slot.tensor) for slot in slots_of(self.part) if slot.tensor is not None}
 
-    def point(self, start: int = 0) -> None:
-        """Make the parameters and buffers of trials, from `start` on, views of the current fused ones.
+    def point(self) -> None:
+        """Make the parameters and buffers of the trials views of the current fused ones.
 
         Gradients of the trials' parameters are added to the fused ones.
         """
@@ -82,7 +82,7 @@ class PerTrialModules:
                 f"{type(self.part).__qualname__} runs trial by trial ({self.why})",
                 "register it on each model before these are fused",
             )
-        for number, module in enumerate(self.modules[start:], start):
+        for number, module in enumerate(self.modules):
             kept: dict[int, Tensor] = {}
             for slot in slots_of(module):
                 stacked = whole.get(slot.key)
@@ -189,14 +189,15 @@ class PerTrialModules:
         self, singles: list[Streams], slices: dict[int, tuple[Tensor, ...]], args: Any, kwargs: Any
     ) -> list[Any]:
         who, mode = type(self.part).__qualname__, self.part.training
-        given = [slice_of((args, kwargs), number, self.trials.rows) for number in range(self.trials.count)]
+        rows, count = self.trials.rows, self.trials.count
+        given = [one_trial((args, kwargs), number, rows, cuts_shared=True) for number in range(count)]
         plain = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is Tensor]
         shared = SharedArguments(plain, self._copies.get(mode))
         is_first = mode not in self._checked and bool(self._shared())
         written: dict[str, dict[int, Tensor]] = {}
         outcomes = []
         for number, (module, streams) in enumerate(zip(self.modules, singles)):
-            trial_args, trial_kwargs = placed(given[number], shared.of_trial(number, self.trials.count))
+            trial_args, trial_kwargs = placed(given[number], shared.of_trial(number, count))
             _follow_modes(self.part, module)
             shape = _shape_of_objects(who, trial_args, trial_kwargs) if shared.copies is None else None
             watched = self._on_copies(number, written) if is_first else nullcontext()
@@ -211,7 +212,7 @@ class PerTrialModules:
                 )
             if number == 0:
                 shared.first_has_run()
-        shared.refuse_unlike(who, self.trials.count)
+        shared.refuse_unlike(who, count)
         self._copies[mode] = bool(shared.copies)
         if is_first:
             self._unshare(written)
@@ -332,14 +333,11 @@ class PerTrialModules:
         self._unshare_replaced(every)
         whole, shared = self._whole(), self._tensors.shared_ids()
         self._follow_freezing(every, whole)
-        for number, slots in enumerate(every):
-            for slot in slots:
-                stacked = whole.get(slot.key)
-                if stacked is None or id(stacked) in shared or not is_parameter(slot):
-                    continue
-                if not is_memory_of(slot.tensor, stacked, number):
-                    stacked.data[number].copy_(slot.tensor.data)
-                    slot.tensor.data = stacked.data[number]
+        _keep_parameters(every, {key: t for key, t in whole.items() if id(t) not in shared})
+        self._keep_buffers(every, shared)
+
+    def _keep_buffers(self, every: Sequence[Sequence[Slot]], shared: set[int]) -> None:
+        """Stack the trials' buffers, where some are not the memory of the fused ones any more."""
         buffers = [{slot.key: slot.tensor for slot in slots if slot.is_buffer} for slots in every]
         for slot in slots_of(self.part):
             values = [tensors[slot.key] for tensors in buffers if tensors.get(slot.key) is not None]
@@ -355,6 +353,17 @@ class PerTrialModules:
                 )
             with torch.enable_grad():
                 slot.tensors[slot.name] = TrialTensor(torch.stack(values), self.trials)
+
+
+def _keep_parameters(every: Sequence[Sequence[Slot]], whole: dict[str, Tensor]) -> None:
+    """Copy the data that trials have given their parameters to those of all trials, by name."""
+    for number, slots in enumerate(every):
+        for slot in slots:
+            stacked = whole.get(slot.key)
+            if stacked is None or not is_parameter(slot) or is_memory_of(slot.tensor, stacked, number):
+                continue
+            stacked.data[number].copy_(slot.tensor.data)
+            slot.tensor.data = stacked.data[number]
 
 
 def _stop_delivery(parameter: Tensor) -> None:

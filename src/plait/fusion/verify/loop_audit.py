@@ -21,13 +21,7 @@ from plait.fusion.optim.conversion import trial_optimizer
 from plait.fusion.optim.optimizer import FusedOptimizer
 from plait.fusion.shared_input import Shared
 from plait.fusion.verify.plain_run import drawing_as
-from plait.verification.audit import (
-    Replay,
-    Rounding,
-    largest_difference,
-    observe_live,
-    sum_over_workers,
-)
+from plait.verification.audit import Replay, Rounding, largest_difference, observe_live, sum_over_workers
 from plait.verification.compare import Noise, find_differences, measure_noise, perturb_in_place
 from plait.verification.observe import Observation, RandomState, unchanged_random_numbers
 from plait.verification.optimizer_load import load_state_dict

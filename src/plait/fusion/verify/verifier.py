@@ -25,29 +25,11 @@ from plait.fusion.errors import FusionError
 from plait.fusion.module import FusedModule
 from plait.fusion.stacking import is_within
 from plait.fusion.verify.candidates import Candidate
-from plait.fusion.verify.fused_step import (
-    ATTRIBUTE,
-    FusedStep,
-    changes_in_python,
-)
+from plait.fusion.verify.fused_step import ATTRIBUTE, FusedStep, changes_in_python
 from plait.fusion.verify.plain_trial import PlainModelFailed, PlainTrial, first_line, perturb_trial
-from plait.verification import (
-    BUFFER,
-    Difference,
-    Noise,
-    Observation,
-    first_names,
-    same_random_numbers,
-)
+from plait.verification import BUFFER, Difference, Noise, Observation, first_names, same_random_numbers
 from plait.verification.module_trace import IN_NONE, ModuleTrace, failed_in, path_of
-from plait.verification.verify import (
-    Mismatch,
-    NotRepeatableError,
-    Phase,
-    first_differences,
-    locate,
-    verify,
-)
+from plait.verification.verify import Mismatch, NotRepeatableError, Phase, first_differences, locate, verify
 
 log = logging.getLogger(__name__)
 
