@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from plait.fusion.describe import describe
 from plait.fusion.dispatch.padding import Rows
 from plait.fusion.dispatch.per_trial import PerTrial
+from plait.fusion.dispatch.registry import Arguments, Function, Options
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.errors import FusionError, user_line
 
@@ -35,6 +36,11 @@ def one_trial(values: Any, trial: int, rows: Rows | None = None, cuts_shared: bo
         return value.of(trial) if isinstance(value, PerTrial) else value
 
     return pytree.tree_map(pick, values)
+
+
+def call_alone(function: Function, args: Arguments, kwargs: Options, trial: int) -> Any:
+    """The result of a call as one trial sees its arguments."""
+    return function(*one_trial(args, trial), **one_trial(kwargs, trial))
 
 
 def stack_outcomes(outcomes: list[Any], trials: Trials, who: str = "", rows: Rows | None = None) -> Any:

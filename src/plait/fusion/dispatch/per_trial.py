@@ -125,6 +125,11 @@ _on_device: dict[Any, Tensor] = {}
 _MOST_KEPT = 1024
 
 
+def of_trials(numbers: Tensor, like: Tensor) -> Tensor:
+    """One number per trial, in a shape that broadcasts with `like`, trials first."""
+    return numbers.view(-1, *(1,) * (like.dim() - 1))
+
+
 def _other_values(other: Any, count: int) -> Sequence[float] | None:
     if isinstance(other, PerTrial):
         return other.values

@@ -106,17 +106,13 @@ class Streams:
 
     `seeds` and `rng_steps` hold one int64 per trial; a step counts the trial's training forwards.
     `calls` counts the draws of this forward, so that two dropouts differ; it is one count per trial if trials
-    ran one by one with different numbers of draws.
+    ran one by one with different numbers of draws. `after` are the streams of the forward before, which
+    probably made the same draws.
     """
 
     def __init__(
-        self,
-        seeds: Tensor,
-        rng_steps: Tensor,
-        calls: Count = 0,
-        after: Streams | None = None,
+        self, seeds: Tensor, rng_steps: Tensor, calls: Count = 0, after: Streams | None = None
     ) -> None:
-        """`after` are the streams of the forward before, which probably made the same draws."""
         self.seeds = seeds
         self.rng_steps = rng_steps
         self.calls = calls

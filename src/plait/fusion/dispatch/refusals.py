@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils import _pytree as pytree
 
-from plait.fusion.dispatch.one_trial import one_trial
+from plait.fusion.dispatch.one_trial import call_alone
 from plait.fusion.dispatch.registry import Arguments, Function, Options, rule
 from plait.fusion.dispatch.tensor import TrialTensor, trials_of, wrap
 from plait.fusion.errors import FusionError, user_line
@@ -111,14 +111,10 @@ def refuse_values(function: Function, args: Arguments, kwargs: Options) -> Any:
     trials = trials_of(args, kwargs)
     name = name_of(function)
     if trials.count == 1:
-        outcome = function(*one_trial(args, 0), **one_trial(kwargs, 0))
-        return pytree.tree_map(
-            lambda x: wrap(x.unsqueeze(0), trials) if isinstance(x, Tensor) else x, outcome
-        )
+        outcome = call_alone(function, args, kwargs, 0)
+        return pytree.tree_map_only(Tensor, lambda x: wrap(x.unsqueeze(0), trials), outcome)
     if name in _SCALARS.split():
-        answers = [
-            function(*one_trial(args, trial), **one_trial(kwargs, trial)) for trial in range(trials.count)
-        ]
+        answers = [call_alone(function, args, kwargs, trial) for trial in range(trials.count)]
         if all(answer == answers[0] for answer in answers):
             # Every trial takes the same branch.
             return answers[0]

@@ -315,7 +315,7 @@ def statistics(
     running: tuple[Tensor, Tensor] | None,
     momentum: float,
     eps: float,
-    has_largest: bool = False,
+    has_largest: bool,
 ) -> Statistics:
     """Statistics of x, for weights and biases (trials, channels); updates the running statistics, if any.
 

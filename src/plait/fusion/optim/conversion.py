@@ -45,9 +45,10 @@ def trial_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> to
         for parameter in filter(parameters.__contains__, group["params"]):
             clock, single_parameter = group.counts(parameter), parameters[parameter]
             steps = (clock.steps if fused.kind.counts_steps else clock.pushes)[number].item()
+            # An adapter may have a smaller rank than its array.
+            part = _within(single_parameter)
             trial_state: dict[str, Any] = {
-                name: _cut(tensor[number], single_parameter)
-                for name, tensor in fused.state[parameter].items()
+                name: tensor[number][part].detach().clone() for name, tensor in fused.state[parameter].items()
             }
             if steps == 0:
                 # SGD without momentum counts no steps.
@@ -61,11 +62,6 @@ def trial_optimizer(fused: FusedOptimizer, module: nn.Module, number: int) -> to
             if trial_state:
                 single.state[single_parameter] = trial_state
     return single
-
-
-def _cut(state: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of a trial's state of the shape of its parameter: an adapter may have a smaller rank."""
-    return state[_within(parameter)].detach().clone()
 
 
 def _within(tensor: Tensor) -> tuple[slice, ...]:

@@ -37,7 +37,7 @@ class OptimizerKind:
     states: Callable[[Mapping[str, Sequence[float]], Common, int], list[str]]
     coefficients: Callable[[Vectors, StepClock], dict[str, Tensor]]
     update: Callable[[Tensor, Tensor, dict[str, Tensor], Vectors, Common], None]
-    common: Mapping[str, Any] = field(default_factory=dict)
+    common: Common = field(default_factory=dict)
     # Hyperparameters that torch has as one tuple, such as betas.
     tuples: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # What None means for a hyperparameter, for parameters of a type.
@@ -60,9 +60,7 @@ class OptimizerKind:
     kernel_states: tuple[str, ...] = ()
     # Same as `update` for several parameters, by one of our kernels in one pass over all trials; on a GPU, in
     # float32. The coefficients are one tensor, with a row for each in the order of `coefficients`.
-    one_pass: Callable[[Iterable[tuple[Tensor, Tensor, dict[str, Tensor]]], Tensor, Common], None] | None = (
-        None
-    )
+    one_pass: Callable[[Iterable[WithState], Tensor, Common], None] | None = None
 
     def torch_names(self) -> dict[str, Any]:
         """The hyperparameters under torch's names, with torch's defaults."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
+from plait.fusion.dispatch.per_trial import of_trials
 from plait.fusion.optim.kind import Common, OptimizerKind, Vectors
 from plait.fusion.optim.step_clock import StepClock
-from plait.fusion.optim.trial_gradients import of_trials
 
 
 def _adafactor_states(h: Mapping[str, Sequence[float]], common: Common, dim: int) -> list[str]:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.fusion.dispatch.per_trial import of_trials
 from plait.fusion.optim.kind import Common, OptimizerKind, Vectors, WithState
 from plait.fusion.optim.matrix_kinds import ADAFACTOR, MUON
 from plait.fusion.optim.step_clock import StepClock, nadam_momentum
-from plait.fusion.optim.trial_gradients import of_trials
 from plait.workloads.lion import Lion
 
 _BETAS = {"betas": ("beta1", "beta2")}
@@ -106,13 +106,8 @@ def _moments(
     return g, mean, square
 
 
-def _adam_pass(
-    decoupled: bool,
-    updated: Iterable[WithState],
-    table: Tensor,
-    common: Common,
-) -> None:
-    from plait.fusion.kernels.update import adam  # needs Triton, which a CPU build lacks
+def _adam_pass(decoupled: bool, updated: Iterable[WithState], table: Tensor, common: Common) -> None:
+    from plait.fusion.kernels.update import adam  # needs Triton
 
     adam(((p, g, state["exp_avg"], state["exp_avg_sq"]) for p, g, state in updated), table, decoupled)
 

@@ -33,7 +33,7 @@ class FusedGroup(dict[str, Any]):
     """
 
     def __init__(
-        self, kind: str, trials: int, device: torch.device, dtype: torch.dtype, keeps_ema: bool = False
+        self, kind: str, trials: int, device: torch.device, dtype: torch.dtype, keeps_ema: bool
     ) -> None:
         super().__init__()
         self.kind_name = kind

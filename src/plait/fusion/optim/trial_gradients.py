@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
+from plait.fusion.dispatch.per_trial import of_trials
 from plait.fusion.errors import FusionError
 
 # Fused modules, whose parameters torch must not clip together.
@@ -53,11 +54,6 @@ def unscale_gradients(gradients: Sequence[Tensor], inverse: Tensor | None, trial
             gradient.mul_(of_trials(factor, gradient) if factor.dim() else factor)
         overflowed |= ~gradient.reshape(trials, -1).isfinite().all(1)
     return overflowed
-
-
-def of_trials(numbers: Tensor, like: Tensor) -> Tensor:
-    """One number per trial, in a shape that broadcasts with `like`."""
-    return numbers.view(-1, *(1,) * (like.dim() - 1))
 
 
 def refuse_joint_updates(module: nn.Module) -> None:

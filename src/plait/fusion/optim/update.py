@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from plait.fusion.dispatch.per_trial import of_trials
 from plait.fusion.kernels import can_run_on
 from plait.fusion.optim.param_groups import FusedGroup
 from plait.fusion.optim.step_clock import StepClock, distinct
-from plait.fusion.optim.trial_gradients import of_trials
 from plait.sync.weight_ema import EMA
 
 _WHOLE = (torch.float32, torch.float64)

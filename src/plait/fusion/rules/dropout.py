@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.fusion.dispatch.batch_axis import MIXED, require_rows_first
-from plait.fusion.dispatch.per_trial import PerTrial, on_device
+from plait.fusion.dispatch.per_trial import PerTrial, of_trials, on_device
 from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
@@ -114,9 +114,9 @@ def alpha_dropout(function: Function, args: Arguments, kwargs: Options) -> Any:
     low = -1.7580993408473766  # -alpha x scale of SELU
     values = p.values if isinstance(p, PerTrial) else (float(p),)
     scales = [1.0 / math.sqrt((1 - q) * (1 + q * low * low)) if q < 1 else 0.0 for q in values]
-    front = (len(values),) + (1,) * x.dim()
-    scale = on_device(tuple(scales), x.dtype, x.device).view(front)
-    chance = on_device(values, x.dtype, x.device).view(front)
+    scale, chance = (
+        of_trials(on_device(each, x.dtype, x.device), x.stacked) for each in (tuple(scales), values)
+    )
     kept = keep(x, p, shape) > 0
     dropped = torch.where(kept, x.stacked, low) * scale - low * chance * scale
     return _put(x, dropped, args, kwargs)

@@ -94,21 +94,10 @@ def refuse_set(function: Function, args: Arguments, kwargs: Options) -> None:
     )
 
 
-def _setters() -> dict[str, Function]:
-    setters = {}
-    for name, member in vars(torch._C.TensorBase).items():
-        if type(member).__name__ == "getset_descriptor":
-            setters[name] = member.__set__
-    return setters
-
-
-for _name, _setter in _setters().items():
-    RULES[_setter] = {
-        "data": set_data,
-        "requires_grad": set_requires_grad,
-        "grad": set_gradient,
-        "_grad": set_gradient,
-    }.get(_name, refuse_set)
+_SETTERS = {"data": set_data, "requires_grad": set_requires_grad, "grad": set_gradient, "_grad": set_gradient}
+for _name, _member in vars(torch._C.TensorBase).items():
+    if type(_member).__name__ == "getset_descriptor":
+        RULES[_member.__set__] = _SETTERS.get(_name, refuse_set)
 RULES[torch.Tensor.register_hook] = register_hook
 RULES[torch.Tensor.retain_grad] = retain_grad
 RULES[getter("grad")] = gradient

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.fusion.dispatch.batch_axis import require_rows_first
 from plait.fusion.dispatch.fallback import descend, find_rule, loop, vmap_rule
-from plait.fusion.dispatch.per_trial import PerTrial, on_device
+from plait.fusion.dispatch.per_trial import PerTrial, of_trials, on_device
 from plait.fusion.dispatch.registry import (
     PER_TRIAL_RULES,
     RULES,
@@ -201,7 +201,7 @@ def _along(weight: Any, like: Tensor, axis: int) -> Tensor:
 def _per_trial_number(value: float, like: Tensor) -> Any:
     if not isinstance(value, PerTrial):
         return value
-    return on_device(value.values, like.dtype, like.device).view(-1, *(1,) * (like.dim() - 1))
+    return of_trials(on_device(value.values, like.dtype, like.device), like)
 
 
 for _name in _ELEMENTWISE.split():

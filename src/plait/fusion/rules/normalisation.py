@@ -25,6 +25,16 @@ from plait.fusion.speed.lazy_activation import PendingActivation
 from plait.fusion.speed.lazy_reads import Watched
 from plait.fusion.speed.lazy_rows import pending_row_norm
 
+_TENSORS = ("running_mean", "running_var", "weight", "bias")
+# Of norms of batches and of instances.
+_DEFAULTS: Options = {
+    **dict.fromkeys(_TENSORS),
+    "training": False,
+    "use_input_stats": True,
+    "momentum": 0.1,
+    "eps": 1e-5,
+}
+
 
 def _flat(value: Any, trials: Trials) -> Tensor | None:
     """One number per channel, with trials and channels in one axis; running statistics stay views."""
@@ -44,18 +54,11 @@ def _can_write(given: Options) -> bool:
     return all(isinstance(x, TrialTensor) and x.stacked.is_contiguous() for x in statistics)
 
 
-def _refuse_shared_statistics(given: Options) -> None:
-    for name in ("running_mean", "running_var"):
-        if isinstance(given[name], Tensor):
-            refuse_shared_target(F.batch_norm, (given[name],))
-
-
 @takes_per_trial
 @rule("batch_norm")
 def batch_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     names = "input running_mean running_var weight bias training momentum eps"
-    defaults = dict.fromkeys(("running_mean", "running_var", "weight", "bias"))
-    given = arguments_of(names, {**defaults, "training": False, "momentum": 0.1, "eps": 1e-5}, args, kwargs)
+    given = arguments_of(names, _DEFAULTS, args, kwargs)
     trials = trials_of(*given.values())
     inner = unwrap(given["input"], trials)
     if trials.rows is not None and given["training"]:
@@ -63,15 +66,17 @@ def batch_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
         return _padded_norm(inner, given, trials)
     writes = given["training"] and not _can_write(given)
     if given["training"] and isinstance(given["input"], TrialTensor):
-        _refuse_shared_statistics(given)
+        for name in ("running_mean", "running_var"):
+            if isinstance(given[name], Tensor):
+                refuse_shared_target(F.batch_norm, (given[name],))
     if writes or isinstance(given["momentum"], PerTrial) or isinstance(given["eps"], PerTrial):
         return loop(function, args, kwargs)
-    if not given["training"] and not _has_own(*(given[name] for name in defaults)):
-        options = (given[name] for name in (*defaults, "training", "momentum", "eps"))
+    if not given["training"] and not _has_own(*(given[name] for name in _TENSORS)):
+        options = (given[name] for name in (*_TENSORS, "training", "momentum", "eps"))
         return wrap(F.batch_norm(inner.flatten(0, 1), *options).unflatten(0, inner.shape[:2]), trials)
     if given["training"] and _waits(inner, given):
         return TrialTensor(inner, trials, _pending(inner, given, trials))
-    mean, variance, weight, bias = (_flat(given[name], trials) for name in defaults)
+    mean, variance, weight, bias = (_flat(given[name], trials) for name in _TENSORS)
     folded = fold_channels(inner)
     # Torch supports channels-last only for images, and would copy sequences.
     is_sequence = folded.dim() == 3 and folded.is_cuda and folded.stride(1) == 1
@@ -83,8 +88,7 @@ def batch_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
 def _padded_norm(inner: Tensor, given: Options, trials: Trials) -> Any:
     assert trials.rows is not None
     mean, variance, weight, bias = (
-        None if given[name] is None else unwrap(given[name], trials)
-        for name in ("running_mean", "running_var", "weight", "bias")
+        None if given[name] is None else unwrap(given[name], trials) for name in _TENSORS
     )
     momentum, eps = (
         torch.tensor(one_each(name, given[name], trials.count), dtype=torch.float64, device=inner.device)
@@ -138,14 +142,11 @@ def _pending(inner: Tensor, given: Options, trials: Trials) -> PendingActivation
 @rule("instance_norm")
 def instance_norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     names = "input running_mean running_var weight bias use_input_stats momentum eps"
-    defaults = dict.fromkeys(("running_mean", "running_var", "weight", "bias"))
-    given = arguments_of(
-        names, {**defaults, "use_input_stats": True, "momentum": 0.1, "eps": 1e-5}, args, kwargs
-    )
+    given = arguments_of(names, _DEFAULTS, args, kwargs)
     trials = trials_of(*given.values())
     if given["use_input_stats"] and not _can_write(given):
         return loop(function, args, kwargs)
-    mean, variance, weight, bias = (_flat(given[name], trials) for name in defaults)
+    mean, variance, weight, bias = (_flat(given[name], trials) for name in _TENSORS)
     if trials.rows is not None and mean is not None and given["use_input_stats"]:
         raise FusionError(
             f"{user_line()}\n  averages instance norms over padding; give these trials batches of one size"

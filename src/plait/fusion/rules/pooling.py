@@ -11,6 +11,7 @@ from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, 
 from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.kernels import can_run_on
 from plait.fusion.rules.convolution import fold_channels, unfold_channels
+from plait.fusion.rules.reductions import shift
 
 _POOLS = "max_pool avg_pool adaptive_max_pool adaptive_avg_pool"
 _MAX_POOL = "input kernel_size stride padding dilation ceil_mode return_indices"
@@ -76,7 +77,7 @@ def per_image(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Functions of a batch of images; trials are folded into the batch."""
     if isinstance(args[0], TrialTensor) and function is torch.Tensor.unfold:
         x, dim = args[0], args[1] if len(args) > 1 else kwargs.pop("dimension")
-        return TrialTensor(x.stacked.unfold(dim + 1 if dim >= 0 else dim, *args[2:], **kwargs), x.trials)
+        return TrialTensor(x.stacked.unfold(shift(dim), *args[2:], **kwargs), x.trials)
     trials = trials_of(args, kwargs)
 
     def fold(value: Any) -> Any:

@@ -331,10 +331,13 @@ def _drops(chance: float) -> bool:
     return isinstance(chance, PerTrial) or chance > 0
 
 
+def dropout_between(args: Arguments) -> Arguments:
+    """The dropout between recurrent layers, and whether it is one of training, also of a packed sequence."""
+    return args[6:8] if isinstance(args[3], (list, tuple)) else args[5:7]
+
+
 def _packed(function: Function, args: Arguments) -> Any:
-    dropout, training = args[-4], args[-3]
-    if isinstance(args[3], (list, tuple)):
-        dropout, training = args[6], args[7]
+    dropout, training = dropout_between(args)
     if training and _drops(dropout):
         raise FusionError(
             f"{user_line()}\n  drops out between the layers of a packed sequence, or of one with "

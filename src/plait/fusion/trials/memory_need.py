@@ -30,7 +30,7 @@ class MemoryNeed:
     def of(self, width: int) -> float:
         return self.fixed_bytes + self.trial_bytes * width
 
-    def largest(self, memory_bytes: float, overhead_bytes: float = OVERHEAD_BYTES) -> int:
+    def largest(self, memory_bytes: float, overhead_bytes: float) -> int:
         """The largest number of trials that fit into `memory_bytes`; raises if not even one fits."""
         width = int((memory_bytes - overhead_bytes - self.fixed_bytes) // self.trial_bytes)
         if width < 1:

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from plait.fusion.dispatch.fallback import body_of, draw_marks, is_in_place
 from plait.fusion.dispatch.made_tensors import MadeTensors
-from plait.fusion.dispatch.one_trial import one_trial, stack_outcomes
+from plait.fusion.dispatch.one_trial import call_alone, stack_outcomes
 from plait.fusion.dispatch.per_trial import PerTrial
 from plait.fusion.dispatch.refusals import (
     RANDOM,
@@ -35,6 +35,7 @@ from plait.fusion.rules.random_numbers import (
     is_new,
     with_tensor,
 )
+from plait.fusion.rules.recurrent import dropout_between
 from plait.fusion.trials.separation import Separation
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -128,7 +129,7 @@ class TrialMode(TorchFunctionMode):
         if func in ATTENTION:
             draws = bool(args[4]) if len(args) > 4 else bool(kwargs.get("dropout_p"))
         else:
-            dropout, training = args[6:8] if isinstance(args[3], (list, tuple)) else args[5:7]
+            dropout, training = dropout_between(args)
             draws = bool(dropout) and training
         if not draws:
             return func(*args, **kwargs)
@@ -148,9 +149,7 @@ class TrialMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if is_in_place(func):
             refuse_shared_target(func, args)
-        outcomes = [
-            func(*one_trial(args, trial), **one_trial(kwargs, trial)) for trial in range(self.trials.count)
-        ]
+        outcomes = [call_alone(func, args, kwargs, trial) for trial in range(self.trials.count)]
         return stack_outcomes(outcomes, self.trials)
 
     def _with_trials_axis(self, x: Tensor) -> TrialTensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from plait.fusion.dispatch.fallback import draw_marks
-from plait.fusion.dispatch.per_trial import PerTrial
+from plait.fusion.dispatch.per_trial import PerTrial, of_trials
 from plait.fusion.dispatch.tensor import TrialTensor, leaves
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def _agrees(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     x = args[at].stacked
     generator = torch.Generator().manual_seed(1)
     # Unlike sizes, so that what depends on other rows shows.
-    sizes = torch.arange(1.0, len(x) + 1).view(-1, *(1,) * (x.dim() - 1))
+    sizes = of_trials(torch.arange(1.0, len(x) + 1), x)
     drawn = (torch.randn(x.shape, generator=generator) * sizes).to(x)
     before, state = draw_marks(), torch.get_rng_state()
     with torch.enable_grad():
