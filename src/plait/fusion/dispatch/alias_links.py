@@ -2,8 +2,8 @@
 
 In a single model `y.view(-1)` shares memory with `y`. With the trials axis between the merged axes it has to
 be a copy. An `AliasLink` between the two storages repeats each write on the other side, or raises if it is
-unclear whether the single model would share memory. What
-reads a tensor again later, such as a layer in its backward, can ask whether it was written to since.
+unclear whether the single model would share memory. What reads a tensor again later, such as a layer in its
+backward, can ask whether it was written to since.
 """
 
 from __future__ import annotations

@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import cache
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 # An activation: the factor for what is negative, or a name.
 Slope = float | str
+# The types of 16 bits.
+HALF = (torch.bfloat16, torch.float16)
 
 
 def can_run_on(x: Tensor) -> bool:

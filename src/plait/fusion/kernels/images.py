@@ -1,4 +1,4 @@
-"""Helpers of the convolution kernels: images in channels-last format, the trials before the channels.
+"""Images as the kernels read them: in channels-last format, the trials before the channels.
 
 Their axes are (trials, batch, channels, height, width); in memory they lie as (batch, height, width, trials,
 channels).
@@ -11,6 +11,8 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from plait.fusion.kernels import HALF
 
 Pad = tuple[int, int]
 Size = Sequence[int]
@@ -53,6 +55,6 @@ def in_16_bits(images: Tensor) -> Tensor:
     """`images` as a convolution takes them under autocast; raises RuntimeError if these are not 16 bits."""
     if torch.is_autocast_enabled("cuda") and images.dtype != torch.float64:  # which it does not cast
         images = images.to(torch.get_autocast_dtype("cuda"))
-    if images.dtype not in (torch.bfloat16, torch.float16):
+    if images.dtype not in HALF:
         raise RuntimeError(f"found {images.dtype}, expected 16 bits")
     return images

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plait.fusion.kernels import cdiv, power_of_2_from
+from plait.fusion.kernels import HALF, cdiv, power_of_2_from
 from plait.fusion.kernels.launch import launch, tl, triton
 
 # A program reads all weights at each step: of wide layers torch's products of all trials are faster.
@@ -243,7 +243,7 @@ def _steps_back(
 
 def supports(x: Tensor, weight: Tensor) -> bool:
     """Whether all steps of `x` (trials, batch, time, channels) are taken in one launch."""
-    return x.dtype in (torch.bfloat16, torch.float16) and x.numel() > 0 and weight.shape[-1] <= _WIDEST
+    return x.dtype in HALF and x.numel() > 0 and weight.shape[-1] <= _WIDEST
 
 
 def _launch(kernel: Any, tensors: tuple[Any, ...], x: Tensor, numbers: tuple[Any, ...], hidden: int) -> None:

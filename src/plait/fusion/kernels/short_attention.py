@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from plait.fusion.kernels import power_of_2_from
+from plait.fusion.kernels import HALF, power_of_2_from
 from plait.fusion.kernels.launch import launch, tl, triton
 from plait.fusion.plain_function import PlainFunction
 
@@ -173,7 +173,7 @@ def _extent(part: Tensor) -> int:
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    half = q.dtype in (torch.bfloat16, torch.float16) and q.dtype == k.dtype == v.dtype
+    half = q.dtype in HALF and q.dtype == k.dtype == v.dtype
     short = 0 < max(q.shape[2], k.shape[2]) <= MOST_LENGTH and k.shape[2] > 0 and q.numel() > 0
     alike = k.shape == v.shape and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
     rows = all(part.stride(3) == 1 for part in (q, k, v))

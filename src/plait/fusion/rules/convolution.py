@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule
 from plait.fusion.dispatch.tensor import TrialTensor, trials_of, unwrap, wrap
-from plait.fusion.kernels import can_run_on
+from plait.fusion.kernels import HALF, can_run_on
 from plait.fusion.rules.dense import batched_linear
 from plait.fusion.speed.autotune import Way, choose, chosen
 from plait.fusion.speed.gpu_parts import parts_of
@@ -187,11 +187,7 @@ def _needs_channels_last(x: Tensor) -> bool:
 
     A way that is faster itself but returns another layout causes copies in later operations.
     """
-    return (
-        x.is_cuda
-        and x.dtype != torch.float64
-        and (torch.is_autocast_enabled("cuda") or x.dtype in (torch.bfloat16, torch.float16))
-    )
+    return x.is_cuda and x.dtype != torch.float64 and (torch.is_autocast_enabled("cuda") or x.dtype in HALF)
 
 
 _RETURN_CHANNELS_LAST = ("gathered", "grouped channels_last")

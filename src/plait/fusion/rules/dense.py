@@ -13,7 +13,7 @@ from plait.fusion.dispatch.registry import Arguments, Function, Options, argumen
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.rules.elementwise import align_operand
-from plait.fusion.speed.cpu_matmul import dense
+from plait.fusion.speed.dense_layers import dense
 from plait.fusion.speed.lazy_rows import pending_dense, read_by_dense
 from plait.fusion.speed.tied_rows import Tables, can_collect
 
@@ -38,15 +38,11 @@ def linear(function: Function, args: Arguments, kwargs: Options) -> Any:
     if not isinstance(x, TrialTensor):
         return TrialTensor(_shared_input(x, of_each, bias, trials), trials)
     inner = x.stacked if x.pending is None else read_by_dense(x)
-    own = bias.stacked if isinstance(bias, TrialTensor) else _bias(bias, trials)
+    own = None if bias is None else bias.stacked if isinstance(bias, TrialTensor) else unwrap(bias, trials)
     pending = pending_dense(inner, of_each, own)
     if pending is not None:
         return TrialTensor(pending.like, trials, pending)
     return TrialTensor(batched_linear(inner, of_each, own), trials)
-
-
-def _bias(bias: Any, trials: Trials) -> Tensor | None:
-    return None if bias is None else unwrap(bias, trials)
 
 
 def rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

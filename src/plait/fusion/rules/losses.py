@@ -38,7 +38,7 @@ _ELEMENTWISE = (
 def elementwise_loss(function: Function, args: Arguments, kwargs: Options) -> Any:
     """The mean or sum of an elementwise loss over each trial's elements."""
     given = {**dict(zip(("input", "target"), args)), **kwargs}
-    if len(args) > 2 or kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
+    if len(args) > 2 or _has_old_options(kwargs):
         return descend(function, args, kwargs)
     trials = trials_of(given)
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
@@ -49,6 +49,11 @@ def elementwise_loss(function: Function, args: Arguments, kwargs: Options) -> An
     rest = {k: v for k, v in given.items() if k not in tensors and k != "reduction"}
     each = function(**placed, **rest, reduction="none")
     return wrap(_reduce(each, given.get("reduction", "mean")), trials)
+
+
+def _has_old_options(given: Options) -> bool:
+    """Whether options are given that torch had before `reduction`."""
+    return given.get("size_average") is not None or given.get("reduce") is not None
 
 
 def _reduce(each: Tensor, reduction: str) -> Tensor:
@@ -67,7 +72,7 @@ def cross_entropy(function: Function, args: Arguments, kwargs: Options) -> Any:
     given = arguments_of(names, defaults, args, kwargs)
     logits, target = given["input"], given["target"]
     _check_targets("cross_entropy", logits, target)
-    if target.is_floating_point() or given.get("size_average") is not None or given.get("reduce") is not None:
+    if target.is_floating_point() or _has_old_options(given):
         rows = trials_of(logits, target).rows
         require_rows_first("cross_entropy", logits, target)
         return (
@@ -148,7 +153,7 @@ def nll_loss(function: Function, args: Arguments, kwargs: Options) -> Any:
     names = "input target weight size_average ignore_index reduce reduction"
     defaults = {"weight": None, "ignore_index": -100, "reduction": "mean"}
     given = arguments_of(names, defaults, args, kwargs)
-    if given.get("size_average") is not None or given.get("reduce") is not None:
+    if _has_old_options(given):
         return loop(function, args, kwargs)
     _check_targets("nll_loss", given["input"], given["target"])
     trials = trials_of(given["input"], given["target"])

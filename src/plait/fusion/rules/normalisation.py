@@ -17,7 +17,7 @@ from plait.fusion.dispatch.refusals import refuse_shared_target
 from plait.fusion.dispatch.registry import Arguments, Function, Options, arguments_of, rule, takes_per_trial
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
-from plait.fusion.kernels import Slope, can_run_on
+from plait.fusion.kernels import HALF, Slope, can_run_on
 from plait.fusion.kernels.images import in_memory
 from plait.fusion.rules.convolution import fold_channels, unfold_channels
 from plait.fusion.rules.elementwise import align_operand
@@ -99,7 +99,7 @@ def _padded_norm(inner: Tensor, given: Options, trials: Trials) -> Any:
 
 def _waits(inner: Tensor, given: Options) -> bool:
     """Whether our kernels compute the norm: on a GPU, in 16 bits, channels last."""
-    if inner.dtype not in _HALF or inner.dim() not in (4, 5) or not can_run_on(inner):
+    if inner.dtype not in HALF or inner.dim() not in (4, 5) or not can_run_on(inner):
         return False
     trials, _, channels = inner.shape[:3]
     # Torch raises for one value per channel. Tensors of inference mode have no version counter.
@@ -108,7 +108,6 @@ def _waits(inner: Tensor, given: Options) -> bool:
     return several and has_own and in_memory(inner).is_contiguous()
 
 
-_HALF = (torch.bfloat16, torch.float16)
 # Weights of norms of which a maximum was taken: the next time it is found together with the statistics.
 _before_maxima: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 

@@ -1,1 +1,1 @@
-"""Speed: autotuning, CUDA graphs, products on a CPU, batch norms fused with what follows."""
+"""Speed: autotuning, CUDA graphs, and layers that are computed together with what follows them."""

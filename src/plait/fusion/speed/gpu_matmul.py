@@ -115,12 +115,6 @@ def _product(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
     return torch.bmm(a, b).to(kind)
 
 
-def gpu_dense(x_tbc: Tensor, weight_toc: Tensor, bias_to: Tensor | None) -> Tensor | None:
-    """x W^T + b for each trial; None if this has no advantage."""
-    kind = cast_kind(x_tbc, weight_toc, bias_to)
-    return None if kind is None else cast_dense(x_tbc, weight_toc, bias_to, kind)
-
-
 def cast_kind(*operands: Tensor | None) -> torch.dtype | None:
     """The precision of a dense layer that trains under autocast; None for others."""
     if not torch.is_autocast_enabled("cuda") or not torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""Batch norms and convolutions that are computed lazily, with a (leaky) ReLU or maximum after them."""
+"""Batch norms and convolutions that are computed lazily, with an activation or a maximum after them."""
 
 from __future__ import annotations
 

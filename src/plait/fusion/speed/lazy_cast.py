@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.fusion.kernels import can_run_on
+from plait.fusion.kernels import HALF, can_run_on
 from plait.fusion.speed.lazy_reads import Watched, like_of
 
 # Below, a cast costs less than to think about it.
@@ -73,7 +73,7 @@ class PendingCast:
 
 def pending_cast(source: Tensor) -> PendingCast | None:
     """The cast of a tensor; None if it is to be computed at once."""
-    half = source.dtype in (torch.bfloat16, torch.float16)
+    half = source.dtype in HALF
     if not half or source.numel() < _LEAST_ELEMENTS or source.is_inference() or not can_run_on(source):
         return None
     grad = torch.is_grad_enabled()

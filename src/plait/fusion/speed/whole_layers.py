@@ -20,9 +20,8 @@ from plait.fusion.dispatch import alias_links
 from plait.fusion.dispatch.per_trial import PerTrial, on_device
 from plait.fusion.dispatch.tensor import TrialTensor
 from plait.fusion.forward_patches import Patch
-from plait.fusion.kernels import can_run_on
+from plait.fusion.kernels import HALF, can_run_on
 
-_HALF = (torch.bfloat16, torch.float16)
 _LORA = "peft.tuners.lora.layer", "Linear"
 # Rows on which a norm is compared with torch's function, and how far it may be from that.
 _PROBE_ROWS, _PROBE_ERROR = 4, 1e-4
@@ -47,7 +46,7 @@ def _own_forward(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _rows_on_gpu(x: Any) -> bool:
     """Whether `x` has rows of each trial in 16 bits on a GPU, and nothing else is to be done with it."""
-    if type(x) is not TrialTensor or not x.is_cuda or x.dtype not in _HALF or x.dim() < 2:
+    if type(x) is not TrialTensor or not x.is_cuda or x.dtype not in HALF or x.dim() < 2:
         return False
     return can_run_on(x.stacked) and not torch.is_autocast_enabled("cuda") and not _watches_all()
 

@@ -11,6 +11,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -274,7 +275,7 @@ class PerTrialModules:
         if not (names := {id(tensor): name for name, tensor in self._shared().items()}):
             return
         whole = self._whole()
-        for slot in (slot for slots in every for slot in slots if is_parameter(slot)):
+        for slot in filter(is_parameter, chain(*every)):
             shared = whole.get(slot.key)
             if shared is not None and id(shared) in names and not is_same_memory(slot.tensor, shared):
                 self._tensors.unshare([names.pop(id(shared))])
@@ -282,8 +283,8 @@ class PerTrialModules:
     def _refuse_written(self, every: Sequence[Sequence[Slot]]) -> None:
         """Raise FusionError if a trial has written to a buffer that all share, since it was checked."""
         whole, shared = self._whole(), self._tensors.shared_ids()
-        for slot in (slot for slots in every for slot in slots if slot.is_buffer):
-            buffer = slot.tensor
+        for slot in chain(*every):
+            buffer: Any = slot.tensor if slot.is_buffer else None
             # It was made when the trials' modules were pointed at the fused tensors.
             is_shared = buffer is not None and id(whole.get(slot.key)) in shared
             if is_shared and not buffer.is_inference() and buffer._version:
@@ -295,7 +296,7 @@ class PerTrialModules:
     def _follow_freezing(self, every: Sequence[Sequence[Slot]], whole: dict[str, Tensor]) -> None:
         """Freeze or unfreeze the fused parameters as all trials' modules have."""
         changed: dict[str, list[bool]] = {}
-        for slot in (slot for slots in every for slot in slots if is_parameter(slot)):
+        for slot in filter(is_parameter, chain(*every)):
             stacked = whole.get(slot.key)
             if stacked is not None and slot.tensor.requires_grad != stacked.requires_grad:
                 changed.setdefault(slot.key, []).append(slot.tensor.requires_grad)

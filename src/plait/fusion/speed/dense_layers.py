@@ -1,7 +1,7 @@
-"""Dense layers of all trials on a CPU, where the speed of a product depends on which operand is transposed.
+"""Dense layers of all trials: the way that is fastest on their device.
 
-OpenBLAS multiplies small matrices several times faster if none is transposed; copying the smaller operand
-first is cheap compared with that.
+On a CPU the speed of a product depends on which operand is transposed: OpenBLAS multiplies small matrices
+several times faster if none is; copying the smaller operand first is cheap compared with that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plait.fusion.plain_function import PlainFunction
 from plait.fusion.speed.autotune import choose
-from plait.fusion.speed.gpu_matmul import gpu_dense
+from plait.fusion.speed.gpu_matmul import cast_dense, cast_kind
 from plait.pipeline.split_backward import DeferWeights, accumulate, deferring
 
 
@@ -79,12 +79,12 @@ _WAYS = {
 
 
 def dense(x_tbc: Tensor, weight_toc: Tensor, bias_to: Tensor | None) -> Tensor:
-    """x W^T + b for each trial: on a CPU by the fastest way for these shapes, on a GPU by `gpu_dense`."""
+    """x W^T + b for each trial."""
     if x_tbc.dtype == weight_toc.dtype and (defer := deferring(weight_toc, bias_to)) is not None:
         product: Tensor = _DeferredDense.apply(x_tbc, weight_toc, bias_to, defer)
         return product
-    if x_tbc.is_cuda and (fast := gpu_dense(x_tbc, weight_toc, bias_to)) is not None:
-        return fast
+    if x_tbc.is_cuda and (kind := cast_kind(x_tbc, weight_toc, bias_to)) is not None:
+        return cast_dense(x_tbc, weight_toc, bias_to, kind)
     plain = x_tbc.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
     if not plain or x_tbc.dtype != weight_toc.dtype:
         return _straight(x_tbc, weight_toc, bias_to)
