@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import function as autograd
 
 
@@ -21,6 +22,15 @@ class PlainFunction(torch.autograd.Function):
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)  # type: ignore[no-untyped-call]
         return super(autograd._SingleLevelFunction, cls).apply(*args)  # type: ignore[misc]
+
+
+def gradients_again(
+    outputs: Any, inputs: Sequence[Tensor | None], asked: Sequence[bool], of_outputs: Any
+) -> list[Tensor | None]:
+    """The gradients of inputs that are `asked` for, to be differentiated again; None for the others."""
+    some = [part for part, is_asked in zip(inputs, asked) if is_asked and part is not None]
+    found = iter(torch.autograd.grad(outputs, some, of_outputs, create_graph=True))
+    return [next(found) if is_asked else None for _, is_asked in zip(inputs, asked)]
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

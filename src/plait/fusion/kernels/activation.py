@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.fusion.kernels import cdiv
 from plait.fusion.kernels.launch import launch, tl, triton
-from plait.fusion.plain_function import PlainFunction
+from plait.fusion.plain_function import PlainFunction, gradients_again
 
 _ROWS, _COLUMNS = 16, 256
 # Of gradients, which are also summed.
@@ -134,9 +134,7 @@ class _Activated(PlainFunction):
         y, bias = ctx.saved_tensors
         if torch.is_grad_enabled():  # a gradient that is differentiated again
             out = ACTIVATIONS[ctx.kind](y.float() + bias.float().unsqueeze(1))
-            inputs = [part for part, asked in zip((y, bias), ctx.needs_input_grad) if asked]
-            found = iter(torch.autograd.grad(out, inputs, dout.float(), create_graph=True))
-            return *(next(found) if asked else None for asked in ctx.needs_input_grad[:2]), None
+            return *gradients_again(out, (y, bias), ctx.needs_input_grad, dout.float()), None
         trials, rows, width = y.shape
         across = cdiv(width, _FEWER_COLUMNS)
         shares = max(1, min(cdiv(rows, _FEWER_ROWS), _PROGRAMS // (across * trials)))

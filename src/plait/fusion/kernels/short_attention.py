@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plait.fusion.kernels import HALF, power_of_2_from
 from plait.fusion.kernels.launch import launch, tl, triton
-from plait.fusion.plain_function import PlainFunction
+from plait.fusion.plain_function import PlainFunction, gradients_again
 
 MOST_LENGTH = 128
 WIDTHS = (16, 32, 64, 128)
@@ -139,9 +139,7 @@ class _Attention(PlainFunction):
 def _by_torch(ctx: Any, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Any:
     with sdpa_kernel(SDPBackend.MATH):
         o = F.scaled_dot_product_attention(q, k, v, is_causal=ctx.blocks["CAUSAL"], scale=ctx.sizes[0])
-    inputs = [part for part, asked in zip((q, k, v), ctx.needs_input_grad) if asked]
-    found = iter(torch.autograd.grad(o, inputs, do, create_graph=True))
-    return [next(found) if asked else None for asked in ctx.needs_input_grad[:3]]
+    return gradients_again(o, (q, k, v), ctx.needs_input_grad, do)
 
 
 def _like(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:

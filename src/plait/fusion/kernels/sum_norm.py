@@ -17,7 +17,7 @@ from torch import Tensor
 
 from plait.fusion.kernels import cdiv, power_of_2_from
 from plait.fusion.kernels.launch import launch, tl, triton
-from plait.fusion.plain_function import PlainFunction
+from plait.fusion.plain_function import PlainFunction, gradients_again
 
 # A program holds about this many values at a time, some rows or one, and a warp this many.
 _TILE, _OF_WARP = 2048, 1024
@@ -233,11 +233,8 @@ def _by_torch(ctx: Any, ds: Tensor | None, *of_norms: Tensor | None) -> tuple[An
     n = normed(wide, shape, eps=ctx.norm.eps)
     n = n if weight is None else n * weight.unsqueeze(1)
     n = n if bias is None else n + bias.unsqueeze(1)
-    inputs = [part for part in (x, weight, bias) if part is not None and part.requires_grad]
-    found = iter(torch.autograd.grad(n, inputs, sum(asked[1:], asked[0]), create_graph=True))
-    dx, dw, db = (
-        next(found) if part is not None and part.requires_grad else None for part in (x, weight, bias)
-    )
+    trained = [part is not None and part.requires_grad for part in (x, weight, bias)]
+    dx, dw, db = gradients_again(n, (x, weight, bias), trained, sum(asked[1:], asked[0]))
     total = ds if dx is None else dx if ds is None else dx + ds
     return torch.zeros_like(x) if total is None else total, dw, db
 

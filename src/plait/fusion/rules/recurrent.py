@@ -14,7 +14,7 @@ from plait.fusion.dispatch.registry import Arguments, Function, Options, rule, t
 from plait.fusion.dispatch.tensor import Trials, TrialTensor, trials_of, unwrap, wrap
 from plait.fusion.errors import FusionError, user_line
 from plait.fusion.kernels import can_run_on
-from plait.fusion.plain_function import PlainFunction
+from plait.fusion.plain_function import PlainFunction, gradients_again
 from plait.fusion.rules.dense import batched_linear
 from plait.fusion.rules.dropout import drop
 
@@ -273,11 +273,8 @@ class _Sequence(PlainFunction):
             begin = tuple(others[:states])
             outputs, last = _take_steps(ctx.kind, from_input, weight, bias, begin, ctx.backwards)
             inputs = [from_input, weight, bias, *begin]
-            asked = [part for part in inputs if part is not None and part.requires_grad]
-            gradients = of_outputs, *of_last
-            found = iter(torch.autograd.grad((outputs, *last), asked, gradients, create_graph=True))
-            each = (next(found) if part is not None and part.requires_grad else None for part in inputs)
-            return None, None, *each
+            asked = [part is not None and part.requires_grad for part in inputs]
+            return None, None, *gradients_again((outputs, *last), inputs, asked, (of_outputs, *of_last))
         if ctx.at_once:
             from plait.fusion.kernels import recurrent as kernels  # needs Triton
 
