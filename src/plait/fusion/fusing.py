@@ -87,23 +87,29 @@ def fuse(
     made = FusedModule(models, seeds, rng_steps, reasons, shared)
     made.unlike_base = nearly_shared(models, shared) if shared and share != "same-storage" else []
     made.set_forms(forms)
-    if is_adapted(models[0]) and not any(p.requires_grad for p in made.module.parameters()):
-        log.warning(
-            "these adapters are frozen, so that nothing will be trained; load them with is_trainable=True, "
-            "or make them without inference_mode=True"
-        )
-    elif made.unlike_base and is_adapted(models[0]):
-        log.warning(
-            "the bases of these adapters differ, in %s for one, so that each trial has its own; load all "
-            "adapters on one base to hold it once",
-            made.unlike_base[0],
-        )
+    if is_adapted(models[0]):
+        _warn_of_adapters(made)
     if verify is True:
         made.first_call, made.plain_models = _verify_call, models
     elif verify is not False:
         batches = [verify] if isinstance(verify, (Tensor, Mapping)) else verify
         _verify(made, CallCandidate(made, models, operator.call, *calls_on(batches, count)))
     return made
+
+
+def _warn_of_adapters(fused: FusedModule) -> None:
+    """Warn of adapters that will not be trained, and of those that have no common base."""
+    if not any(parameter.requires_grad for parameter in fused.module.parameters()):
+        log.warning(
+            "these adapters are frozen, so that nothing will be trained; load them with is_trainable=True, "
+            "or make them without inference_mode=True"
+        )
+    elif fused.unlike_base:
+        log.warning(
+            "the bases of these adapters differ, in %s for one, so that each trial has its own; load all "
+            "adapters on one base to hold it once",
+            fused.unlike_base[0],
+        )
 
 
 def _verify(fused: FusedModule, candidate: CallCandidate) -> None:

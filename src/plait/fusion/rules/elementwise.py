@@ -31,27 +31,25 @@ from plait.fusion.speed.lazy_rows import PendingDense, pending_sum
 
 _UNARY = (
     "abs absolute acos acosh angle asin asinh atan atanh bitwise_not ceil conj conj_physical cos cosh "
-    "deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac i0 isfinite isinf isnan isneginf "
-    "isposinf isreal lgamma log log10 log1p log2 logical_not logit nan_to_num neg negative positive "
-    "rad2deg reciprocal round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc "
-    "__neg__ __pos__ __invert__ __abs__ relu relu6 elu selu celu gelu silu mish softplus softsign "
-    "tanhshrink hardtanh hardsigmoid leaky_relu logsigmoid log_sigmoid threshold hardshrink "
-    "softshrink clone detach contiguous to float double half bfloat16 int long bool type type_as cpu cuda "
-    "requires_grad_ detach_ zero_ fill_ zeros_like ones_like full_like empty_like real imag clamp "
-    "clamp_min clamp_max clip xlogy entr relu_ relu6_ elu_ selu_ celu_ leaky_relu_ hardtanh_ threshold_ "
-    "sigmoid_ tanh_ exp_ sqrt_ neg_ abs_ clamp_ clamp_min_ clamp_max_ reciprocal_ floor_ round_ log_ "
-    "square_ rsqrt_ cos_ sin_"
+    "deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac i0 isfinite isinf isnan isneginf isposinf "
+    "isreal lgamma log log10 log1p log2 logical_not logit nan_to_num neg negative positive rad2deg "
+    "reciprocal round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc __neg__ "
+    "__pos__ __invert__ __abs__ relu6 elu selu celu mish softplus softsign tanhshrink hardtanh hardsigmoid "
+    "logsigmoid log_sigmoid threshold hardshrink softshrink clone detach double half bfloat16 int long bool "
+    "cpu cuda requires_grad_ zero_ zeros_like ones_like empty_like real imag clamp clamp_min clamp_max clip "
+    "xlogy entr relu_ relu6_ elu_ selu_ celu_ leaky_relu_ hardtanh_ threshold_ sigmoid_ tanh_ exp_ sqrt_ "
+    "neg_ abs_ clamp_ clamp_min_ clamp_max_ reciprocal_ floor_ round_ log_ square_ rsqrt_ cos_ sin_"
 )
 _SEVERAL = (
     "add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power "
-    "maximum minimum fmax fmin atan2 hypot eq ne lt le gt ge greater greater_equal less less_equal "
-    "not_equal isclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor copysign "
-    "where lerp addcmul addcdiv masked_fill rsub logaddexp logaddexp2 heaviside nextafter __add__ "
-    "__radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__ "
-    "__rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ "
-    "__or__ __xor__ __rand__ __ror__ __rxor__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__ "
-    "__iand__ __ior__ __ixor__ add_ sub_ mul_ div_ pow_ copy_ lerp_ addcmul_ addcdiv_ masked_fill_ "
-    "subtract_ multiply_ divide_ fmod_ remainder_ logical_and_ logical_or_ logical_not_"
+    "maximum minimum fmax fmin atan2 hypot eq ne lt le gt ge greater greater_equal less less_equal not_equal "
+    "isclose logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor copysign lerp addcmul "
+    "addcdiv rsub logaddexp logaddexp2 heaviside nextafter __add__ __radd__ __sub__ __rsub__ __mul__ "
+    "__rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ "
+    "__rpow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __rand__ __ror__ __rxor__ "
+    "__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__ __iand__ __ior__ __ixor__ add_ sub_ mul_ div_ "
+    "pow_ copy_ lerp_ addcmul_ addcdiv_ subtract_ multiply_ divide_ fmod_ remainder_ logical_and_ "
+    "logical_or_ logical_not_"
 )
 
 

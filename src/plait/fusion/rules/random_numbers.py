@@ -129,12 +129,17 @@ def _limits(limits: Any, kwargs: Options) -> tuple[int, int]:
     return int(low), int(high)
 
 
+def _draws_elsewhere(given: Options) -> bool:
+    """Whether numbers of a generator, or in a tensor of the user's, are asked for."""
+    return given.get("generator") is not None or given.get("out") is not None
+
+
 @rule("bernoulli")
 def bernoulli(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Ones with a probability, else zeros; of torch.bernoulli(x) the elements of `x` are probabilities."""
     given = arguments_of("input p", {"p": None}, args, kwargs)
     x, p = given["input"], given["p"]
-    if not isinstance(x, TrialTensor) or any(given.get(name) is not None for name in ("generator", "out")):
+    if not isinstance(x, TrialTensor) or _draws_elsewhere(given):
         return refuse_random(function, args, kwargs)
     chance = x.stacked if p is None else align_operand(p, x.dim(), x)
     if not x.is_cuda and p is None:  # torch says what is wrong, with another generator
@@ -152,7 +157,7 @@ def normal(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Normal numbers, each with its own mean or deviation."""
     given = arguments_of("mean std", {"mean": 0.0, "std": 1.0}, args, kwargs)
     mean, std = given["mean"], given["std"]
-    if any(given.get(name) is not None for name in ("generator", "out")):
+    if _draws_elsewhere(given):
         return refuse_random(function, args, kwargs)
     tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
     shape = torch.broadcast_shapes(*(value.shape for value in tensors))
@@ -170,7 +175,7 @@ def multinomial(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Indices with the probabilities of the last axis, by how long one waits for each."""
     given = arguments_of("input num_samples replacement", {"replacement": False}, args, kwargs)
     x, count = given["input"], given["num_samples"]
-    if any(given.get(name) is not None for name in ("generator", "out")):
+    if _draws_elsewhere(given):
         return refuse_random(function, args, kwargs)
     chances = x.stacked.detach().double()
     if not x.is_cuda:  # torch says what is wrong, with another generator

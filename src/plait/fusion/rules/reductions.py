@@ -102,13 +102,13 @@ def _joins(x: TrialTensor, args: Arguments, kwargs: Options) -> bool:
     return pending is not None and pending.largest is not None and not args and not kwargs
 
 
-@rule("norm", "vector_norm")
+@rule("norm")
 def norm(function: Function, args: Arguments, kwargs: Options) -> Any:
     """Vector norms per trial; matrix norms use vmap."""
-    x, order = args[0], (args[1] if len(args) > 1 else kwargs.get("p", kwargs.get("ord", 2)))
+    x, order = args[0], (args[1] if len(args) > 1 else kwargs.get("p", 2))
     if not isinstance(x, TrialTensor) or not isinstance(order, (int, float)) or len(args) > 3:
         return vmap_rule(function, args, kwargs)
-    if set(kwargs) - {"p", "ord", "dim", "keepdim"} or x.dim() == 0:
+    if set(kwargs) - {"p", "dim", "keepdim"} or x.dim() == 0:
         return vmap_rule(function, args, kwargs)
     dim = args[2] if len(args) > 2 else kwargs.get("dim")
     axes = tuple(range(1, x.stacked.dim())) if dim is None or dim in ((), []) else shift_all(dim)

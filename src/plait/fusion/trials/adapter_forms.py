@@ -68,18 +68,17 @@ class ArrayForms:
         for number, form in enumerate(self.own):
             assert self.common is not None
             for name, axis, rank in padding_of(form, self.common):
-                saved = state.get(f"{prefix}{name}")
+                saved = state.get(f"{prefix}{name}", ())[number : number + 1]
                 # A trial that has diverged has NaNs there.
-                if saved is not None and number < len(saved) and _are_numbers(saved[number], axis, rank):
+                if len(saved) and _are_numbers(saved[0], axis, rank):
                     raise FusionError(
                         f"load_state_dict: {name!r} of trial {number} has more than rank {rank}, which this "
                         f"trial has; expected the state of an array with the same ranks and layers in the "
                         f"same order"
                     )
-
             for name in left_out(form, self.common):
-                saved = state.get(f"{prefix}{name}")
-                if saved is not None and number < len(saved) and not bool((saved[number] == 1).all()):
+                saved = state.get(f"{prefix}{name}", ())[number : number + 1]
+                if len(saved) and not bool((saved[0] == 1).all()):
                     raise FusionError(
                         f"load_state_dict: {name!r} of trial {number} is trained, and this trial does not "
                         f"adapt that layer; expected the state of an array with the same layers in the same "
