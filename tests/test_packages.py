@@ -46,7 +46,7 @@ ORDER = (
 )
 MOST_MODULES = 15
 LEVEL = {package: level for level, package in enumerate(ORDER)}
-# The packages of fusion; the modules beside them are used by all of these.
+# The packages of fusion; the modules beside them may stand anywhere in this order.
 OF_FUSION = ("dispatch", "kernels", "speed", "rules", "trials", "optim", "verify")
 
 

@@ -17,6 +17,8 @@ from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.kernels import can_run_on
 
 _NAMES = "input p training inplace"
+# Draws numbers of shape (trials, *shape) from streams.
+Draws = Callable[[Streams, tuple[int, ...]], Tensor]
 
 
 def streams_of(trials: Trials) -> Streams:
@@ -39,11 +41,7 @@ def drop(inner: Tensor, p: float, trials: Trials) -> Tensor:
     return inner * streams.keep(tuple(inner.shape[1:]), chance, inner.dtype)
 
 
-# Draws numbers of shape (trials, *shape) from streams.
-Draw = Callable[[Streams, tuple[int, ...]], Tensor]
-
-
-def drawn(x: TrialTensor, shape: tuple[int, ...], draw: Draw, each: Sequence[Draw] | None = None) -> Tensor:
+def drawn(x: TrialTensor, shape: tuple[int, ...], draw: Draws, each: Sequence[Draws] | None = None) -> Tensor:
     """Random numbers for `x` of shape (trials, *shape); in a padded batch equal to those of an unpadded one.
 
     Numbers are drawn in the order of elements, so padding rows at the end do not change earlier ones. If the

@@ -225,11 +225,9 @@ class _Joined(PlainFunction):
         ctx.channels = [each.shape[2] for each in images]
         trials, batch, _, *size = images[0].shape
         shape = [trials, batch, sum(ctx.channels), *size]
-        strides, step = [0] * len(order), 1
-        for axis in reversed(order):
-            strides[axis] = step
-            step *= shape[axis]
-        made = images[0].new_empty_strided(shape, strides)  # no view, as it may be written in place
+        like = images[0]
+        # No view, as it may be written in place.
+        made = torch.empty_permuted(shape, order, dtype=like.dtype, device=like.device)
         if any(map(_is_expanded, images)):
             places = made.permute(order).split(ctx.channels, order.index(2))
             for place, each in zip(places, images):
