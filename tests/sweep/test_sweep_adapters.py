@@ -30,6 +30,8 @@ from plait.training.fused.shared_bases import base_held_once
 from plait.training.setup import model as models
 from plait.training.setup.model import build_model
 from plait.training.worker_group import ALONE
+from plait.workloads import from_transformers
+from plait.workloads.from_transformers import from_config
 from support.sweeping import sweep_here
 from support.training import train_here
 
@@ -252,10 +254,14 @@ def test_adapters_with_data_of_their_own_train_in_one_array_and_are_all_kept(tmp
     (array,) = found["arrays"]
     assert array["fused"]
     assert array["most"] == 3
-    for trial in found["trials"]:
+    folders = [tmp_path / f"sweep/trials/{trial['trial']:04d}" for trial in found["trials"]]
+    with base_held_once(), mock.patch.object(from_transformers, "from_config", autospec=True) as built:
+        built.side_effect = from_config
+        kept_adapters = [save_adapter(RunDir(folder)) for folder in folders]
+    assert built.call_count == 1
+    for trial, kept in zip(found["trials"], kept_adapters):
         result, weights = alone(trial["values"], f"alone-{trial['trial']}")
         assert trial["metrics"]["loss"] == pytest.approx(result.test["loss"], rel=1e-6)
-        kept = save_adapter(RunDir(tmp_path / f"sweep/trials/{trial['trial']:04d}"))
         for name, tensor in peft.utils.load_peft_weights(str(kept), device="cpu").items():
             # The model's loss is computed in float32.
             expected = weights[name.replace(".weight", ".default.weight")]

@@ -190,8 +190,9 @@ def _sweep_on(
     write_sweep(folder.path, result)
     if result.best is not None and settings.train.model.lora_array is not None:
         from plait.jobs.adapter import save_adapter  # slow to import
+        from plait.training.fused.shared_bases import base_held_once
 
-        with searching(os.getcwd(), job.folder):
+        with searching(os.getcwd(), job.folder), base_held_once():
             save_adapter(folder)
             for trial in result.trials if settings.keeps_adapters else ():
                 if (own := trial_folder(folder, trial.trial)).settings.exists():
