@@ -203,3 +203,21 @@ def test_draws_from_pythons_generators_are_warned_of_once(draw, caplog):
     other.map(lambda x: x * draw(), x)
     assert caplog.records[0].getMessage().startswith("a function given to fused.map drew from Python's")
     assert torch.allclose(other(x), other(x), **CLOSE)
+
+
+def test_weights_that_two_fused_modules_would_train_apart_are_warned_of(caplog):
+    shared = make_models(net, TRIALS)
+    first, second = ([nn.Sequential(part, nn.Linear(5, 2)) for part in shared] for _ in range(2))
+    kept = fuse(first)
+    fuse(first)
+    assert not caplog.records
+    fuse(second)
+    assert "0.0.weight and" in caplog.text
+    assert "tied no more" in caplog.text
+    caplog.clear()
+    del kept
+    fuse([nn.Sequential(part) for part in shared])
+    for part in shared:
+        part.requires_grad_(False)
+    assert all((fuse(first), fuse(second)))
+    assert not caplog.records
