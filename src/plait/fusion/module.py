@@ -22,7 +22,7 @@ from plait.fusion.dispatch.fallback import python_marks
 from plait.fusion.dispatch.install import ModuleTensors, Slot, shared_names, slots_of, stack
 from plait.fusion.dispatch.mode import TrialMode, refuse_within
 from plait.fusion.dispatch.random import Calls, Count, Streams, unused_seeds
-from plait.fusion.dispatch.refusals import check_uncompiled, refuse_compiled
+from plait.fusion.dispatch.refusals import check_eager, refuse_compiled
 from plait.fusion.dispatch.separation import Separation
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.dispatch.torch_patches import running
@@ -140,8 +140,9 @@ class FusedModule(nn.Module):
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of `function(model, *args)` for each trial; `function` is written for one model."""
-        check_uncompiled()
+        check_eager()
         if self.first_call is not None:
+            self._tensors.refuse_added()
             first, self.first_call = self.first_call, None
             first(self, function, args, kwargs)
         self.refuse_unfrozen()
@@ -155,7 +156,7 @@ class FusedModule(nn.Module):
 
     def map(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of `function(*args)` for each trial; for a loss, a vector with one value per trial."""
-        check_uncompiled()
+        check_eager()
         return self._map(False, function, args, kwargs)
 
     def _map(
