@@ -17,7 +17,7 @@ from plait.schema.settings import LoraArray, LoraSettings
 from plait.workloads.adapters.forms import AdapterForm, LayerForm, bring_to, form_of, key_of
 
 # Names of the section for options of PEFT.
-_OWN = {"lora_alpha": "alpha", "lora_dropout": "dropout", "peft_type": "", "r": "r"}
+_OWN = {"lora_alpha": "alpha", "lora_dropout": "dropout", "rank": "r", "peft_type": "", "r": "r"}
 
 
 def check_lora(settings: LoraSettings) -> Any:
