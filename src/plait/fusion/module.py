@@ -412,11 +412,13 @@ class FusedModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if not hasattr(type(self.__dict__["_modules"].get("module")), name):
+            module = self.__dict__["_modules"].get("module")
+            if not hasattr(module, name):
                 raise
+            brackets = "(...)" if callable(getattr(module, name)) else ""
             raise AttributeError(
-                f"a fused module has no {name!r}, which its models have: call that of one trial, "
-                f"fused.trial(0).{name}(...)"
+                f"a fused module has no {name!r}, which its models have: use that of one trial, "
+                f"fused.trial(0).{name}{brackets}"
             ) from None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
