@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,6 +125,18 @@ def share_model(owner: str, module: nn.Module, world: World) -> None:
     """Copy the model of rank 0 to all workers, who call it together; refuses models that differ."""
     check_same_model(owner, module)
     copy_of_first([*module.parameters(), *module.buffers()], world)
+    draw_apart(module, world)
+
+
+def fused_parts(module: nn.Module) -> list[Any]:
+    """The fused modules in `module`, which may be one, without an import of what makes them."""
+    return [part for part in module.modules() if hasattr(type(part), "batch_rows")]
+
+
+def draw_apart(module: nn.Module, world: World) -> None:
+    """Have fused modules draw other numbers on each worker, though their seeds are equal."""
+    for fused in fused_parts(module):
+        fused.worker = world.rank
 
 
 @torch.no_grad()

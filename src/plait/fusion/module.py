@@ -31,7 +31,7 @@ from plait.fusion.forward_patches import patch_methods, patch_norms, patch_recur
 from plait.fusion.optim.trial_gradients import clip_gradients, refuse_joint_updates
 from plait.fusion.rules.hooks import each_trial
 from plait.fusion.saved_state import fit_state
-from plait.fusion.shared_input import enter_trials, leave_trials
+from plait.fusion.shared_input import Shared, enter_trials, leave_trials
 from plait.fusion.sharing import describe_sharing
 from plait.fusion.speed.whole_layers import patch_layers
 from plait.fusion.stacking import is_within, same_memory, stacked, unstacked
@@ -44,6 +44,8 @@ from plait.fusion.trials.unfused import PerTrialModules, must_be_unfused
 
 log = logging.getLogger(__name__)
 _HELD = ("_parameters", "_buffers", "_modules")
+# So far apart are the seeds of a trial on two workers.
+_BETWEEN_WORKERS = 1 << 40
 
 
 class FusedModule(nn.Module):
@@ -94,6 +96,8 @@ class FusedModule(nn.Module):
         # Whether to warn of draws from Python's generators; and the number of forwards and of other calls, by
         # which it is chosen when these are read, as that takes a while.
         self.warns_of_draws = True
+        # Of those that share each batch, by which they draw unlike numbers.
+        self.worker = 0
         self._counts = {True: 0, False: 0}
         self._trials = Trials(len(models))
         self._tensors = self._find_tensors()
@@ -167,7 +171,7 @@ class FusedModule(nn.Module):
         self._counts[is_forward] = number = self._counts[is_forward] + 1
         marks = python_marks() if number & (number - 1) == 0 and self.warns_of_draws else None
         start = self._calls.begin(self.training, is_forward, self.draws_before)
-        streams = self._trials.streams = Streams(self.seeds, self.ages, start, self._trials.streams)
+        streams = self._trials.streams = Streams(self.stream_seeds, self.ages, start, self._trials.streams)
         self._trials.tables = None
         enter = partial(enter_trials, self._trials)
         entered_args = [_each_leaf(enter, value) for value in args]
@@ -214,6 +218,25 @@ class FusedModule(nn.Module):
                 self._restore_frozen()
 
         return reopened
+
+    @property
+    def stream_seeds(self) -> Tensor:
+        """The seeds of the streams that the trials draw from on this worker."""
+        return self.seeds + self.worker * _BETWEEN_WORKERS if self.worker else self.seeds
+
+    def batch_rows(self, *args: Any, **kwargs: Any) -> int:
+        """How many samples each trial has in the arguments of a forward."""
+        if self.is_padded:
+            raise FusionError(
+                "fused module: several workers share batches of trials of unlike sizes, whose parts have "
+                "unlike weights for each trial; train with equal sizes, or on one worker"
+            )
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Shared):
+                return len(leaf.tensor) if leaf.tensor.dim() else 1
+            if isinstance(leaf, Tensor) and leaf.dim() > 1:
+                return leaf.shape[1]
+        return 1
 
     @property
     def draws(self) -> Count:
