@@ -268,6 +268,24 @@ def test_adapters_with_data_of_their_own_train_in_one_array_and_are_all_kept(tmp
             torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-6)
 
 
+MORE = {
+    "tokens": {"trainable_token_indices": [1, 2]},
+    "parameters": {"target_parameters": ["k_proj.weight"]},
+    "layers": {"layer_replication": [[0, 1], [0, 1]]},
+}
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_what_adapters_train_besides_the_layers_that_are_swept_trains_as_alone(case, tmp_path):
+    lora = {"r": 2, "alpha": 4, "target_modules": ["q_proj"], **MORE[case]}
+    found, alone = swept(job_of(tmp_path, ("lora", lora)), tmp_path, "lora.target_modules=q_proj,v_proj")
+    for trial in found["trials"]:
+        result, _ = alone(trial["values"], f"alone-{trial['trial']}")
+        assert trial["metrics"]["loss"] == pytest.approx(result.test["loss"], rel=1e-6)
+    if case == "tokens":
+        assert save_adapter(RunDir(tmp_path / "sweep")) is not None
+
+
 REFUSED = {
     "rank": ({"r": 17}, JobError, r"lora\.r: found 17, but .*q_proj is 16 x 16; expected at most 16"),
     "layer": ({"target_modules": ["q_prj"]}, JobError, r"no layer 'q_prj'; did you mean 'q_proj'\?"),

@@ -116,4 +116,6 @@ def _form_in(array: LoraArray, form: AdapterForm, others: Sequence[str]) -> Adap
     added = LayerForm("lora", config.r, 1, drops=array.drops)
     targets = tuple(key_of(path) for path in others)
     config.target_modules = set(targets)
-    return AdapterForm({form.adapter: config}, {path: layers.get(path, added) for path in others}, targets)
+    # What is adapted without being named, such as tokens, stays.
+    every = {path: layers.get(path, added) for path in others} | layers
+    return AdapterForm({form.adapter: config}, every, targets)
