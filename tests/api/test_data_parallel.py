@@ -346,6 +346,10 @@ def one_process(plan: Any, **options: Any) -> plait.Pipeline:
             lambda: plait.GradientNoiseScale(torch.optim.SGD([torch.ones(1)])),
             "found an optimizer, expected a model",
         ),
+        (
+            lambda: plait.GradientNoiseScale(plait.DataParallel(plait.fuse([nn.Linear(2, 2)]))),
+            "found a fused module, expected one model",
+        ),
         (lambda: plait.Averaging(nn.Linear(2, 2), None, ["sma"]), r"sync: found \['sma'\], expected a name"),
         (lambda: plait.DataLoader((torch.ones(9, 2), torch.ones(9)), 3), r"TensorDataset\(inputs, targets\)"),
     ],

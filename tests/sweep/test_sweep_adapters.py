@@ -268,6 +268,21 @@ def test_adapters_with_data_of_their_own_train_in_one_array_and_are_all_kept(tmp
             torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_sample_that_cannot_be_read_fails_the_trial_whose_data_it_is(width, tmp_path):
+    data = {"kind": "support.odd_data:Sentences", "user": 0, "batch_size": 4, "shuffle": False}
+    job = job_of(tmp_path, ("data", data), ("steps", 4))
+    found, alone = swept(job, tmp_path, "data.user=0,1,2", width=width)
+    assert [trial["state"] for trial in found["trials"]] == ["finished", "finished", "failed"]
+    assert found["trials"][2]["values"] == {"data.user": 1}
+    assert "ValueError: a torn sample" in found["trials"][2]["why"]
+    for trial in found["trials"][:2]:
+        result, _ = alone(trial["values"], f"alone-{trial['trial']}")
+        assert trial["metrics"]["loss"] == pytest.approx(result.test["loss"], rel=1e-6)
+    with pytest.raises(ValueError, match="a torn sample"):
+        swept(job_of(tmp_path, ("data", {**data, "user": 1})), tmp_path / "one", "lora.r=2,4")
+
+
 MORE = {
     "tokens": {"trainable_token_indices": [1, 2]},
     "parameters": {"target_parameters": ["k_proj.weight"]},

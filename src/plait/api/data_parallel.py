@@ -22,7 +22,6 @@ from plait.api.same_model import (
     copies_of,
     copy_of_first,
     draw_apart,
-    fused_parts,
     restore,
     share_model,
 )
@@ -30,6 +29,7 @@ from plait.api.step_rules import StepRules
 from plait.api.world import World, init
 from plait.core.errors import InputError, LostPeer, PeerError
 from plait.core.shown import shown
+from plait.data.call_model import fused_parts
 from plait.launcher.membership import Memberships
 from plait.schema.topology_spec import TopologySpec, check_topology, fitting, read_topology_spec
 from plait.sync.allreduce.autotune import resolve_topology

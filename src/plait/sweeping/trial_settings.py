@@ -40,7 +40,7 @@ _MORE_THAN_ZEROS = (
     "use_dora", "lora_bias", "trainable_token_indices", "target_parameters", "layer_replication",
 )  # fmt: skip
 # What belongs to the run as a whole and is the same for all trials.
-_COMMON = (
+OF_SWEEP = (
     "name",
     "adapt",
     "run_dir",
@@ -59,7 +59,7 @@ _PER_TRIAL = ("seed", "steps", "epochs", "clip_norm", "lr_schedule", "evaluate",
 
 def check_key(key: str) -> None:
     """Refuse a key that must have the same value in all trials."""
-    if key.partition(".")[0] in _COMMON:
+    if key.partition(".")[0] in OF_SWEEP:
         raise JobError(f"--over {key}: it belongs to the sweep as a whole; set it with --set {key}=...")
 
 

@@ -90,11 +90,10 @@ def _adapted_by(model: nn.Module, settings: LoraSettings, targets: Sequence[tupl
         own = replace(settings, target_modules=each)
         try:
             _check_targets(model, own)
+            checked = check_lora(own)
         except JobError:  # of the trials that name them, which fail by themselves
             continue
-        prepared = LoraModel._prepare_adapter_config(
-            LoraModel, check_lora(own), LoraModel.get_model_config(model)
-        )
+        prepared = LoraModel._prepare_adapter_config(LoraModel, checked, LoraModel.get_model_config(model))
         config = tuners_utils._maybe_include_all_linear_layers(prepared, model)
         names |= {key for key in keys if tuners_utils.check_target_module_exists(config, key)}
     return [f"base_model.model.{key}" for key in keys if key in names]
