@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import plait
-from plait.core.errors import InputError, PeerError
+from plait.core.errors import InputError, PeerError, PlaitError
 from support.world import run_ranks
 
 # The samples of the two workers in each step.
@@ -260,6 +260,66 @@ def test_batches_of_a_loader_that_are_accumulated_count_as_in_one_process(sample
         assert len(warned) == 1
 
 
+def make_trials(count: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double() for _ in range(count)]
+
+
+def train_trials(rank: int) -> list[Values]:
+    """The trials of a fused module that workers have trained on shares of its batches."""
+    fused = plait.fuse(make_trials(2))
+    model = plait.DataParallel(fused)
+    optimizer = plait.FusedOptimizer(fused, "sgd", lr=[0.1, 0.3])
+    generator = torch.Generator().manual_seed(1)
+    for step, shares in enumerate(SHARES):
+        x, y = (torch.randn(2, TOTAL, n, dtype=torch.float64, generator=generator) for n in (4, 1))
+        own = slice(0, shares[0]) if rank == 0 else slice(shares[0], None)
+        xs, ys = (plait.Shared(x[0, own]), plait.Shared(y[0, own])) if step % 2 else (x[:, own], y[:, own])
+        optimizer.zero_grad()
+        fused.map(mse_loss, model(xs), ys).nan_to_num().sum().backward()
+        optimizer.step()
+    states = [trial.state_dict() for trial in fused.split()]
+    return [{name: value.tolist() for name, value in state.items()} for state in states]
+
+
+def test_fused_trials_train_as_each_does_on_the_samples_of_all_workers():
+    models, generator = make_trials(2), torch.Generator().manual_seed(1)
+    for step in range(len(SHARES)):
+        x, y = (torch.randn(2, TOTAL, n, dtype=torch.float64, generator=generator) for n in (4, 1))
+        for number, (model, lr) in enumerate(zip(models, (0.1, 0.3))):
+            optimizer = torch.optim.SGD(model.parameters(), lr)
+            mse_loss(model(x[0 if step % 2 else number]), y[0 if step % 2 else number]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for states in run_ranks(2, train_trials):
+        for model, state in zip(models, states):
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(torch.tensor(state[name], dtype=value.dtype), value)
+
+
+def draw_fused(rank: int) -> tuple[list[list[float]], list[str]]:
+    """What two trials draw on a worker, and why models with them are refused."""
+    fused = plait.fuse([nn.Dropout(0.5) for _ in range(2)])
+    model = plait.DataParallel(nn.ModuleDict({"own": nn.Linear(1, 1), "trials": fused}), samples=lambda x: 1)
+    drawn = model.module["trials"](plait.Shared(torch.ones(32))).tolist()
+    refused = []
+    for make in (
+        lambda: plait.DataParallel(nn.Sequential(fused)),
+        lambda: fused.batch_rows(torch.ones(2, 3)),
+    ):
+        with pytest.raises(PlaitError) as caught, fused.padded([3, 2]):
+            make()
+        refused.append(str(caught.value))
+    return drawn, refused
+
+
+def test_fused_trials_draw_unlike_numbers_on_each_worker_and_need_their_samples_counted():
+    (first, refused), (second, _) = run_ranks(2, draw_fused)
+    assert len({str(each) for each in (*first, *second)}) == 4
+    assert "holds a fused module, expected samples=" in refused[0]
+    assert "trials of unlike sizes" in refused[1]
+
+
 def one_process(plan: Any, **options: Any) -> plait.Pipeline:
     make = functools.partial(torch.optim.SGD, lr=0.1)
     inputs = (torch.ones(2, 2),)
@@ -285,6 +345,10 @@ def one_process(plan: Any, **options: Any) -> plait.Pipeline:
         (
             lambda: plait.GradientNoiseScale(torch.optim.SGD([torch.ones(1)])),
             "found an optimizer, expected a model",
+        ),
+        (
+            lambda: plait.GradientNoiseScale(plait.DataParallel(plait.fuse([nn.Linear(2, 2)]))),
+            "found a fused module, expected one model",
         ),
         (lambda: plait.Averaging(nn.Linear(2, 2), None, ["sma"]), r"sync: found \['sma'\], expected a name"),
         (lambda: plait.DataLoader((torch.ones(9, 2), torch.ones(9)), 3), r"TensorDataset\(inputs, targets\)"),

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from plait.core.errors import DataError
 from plait.data.trees import put_together, take_apart
+from plait.fusion.dispatch.per_trial import PerTrial
 
 Point = namedtuple("Point", "x y")
 
@@ -106,6 +107,12 @@ def test_tensors_arrays_and_objects_that_hold_them_come_back_as_they_were():
 def test_what_cannot_be_handed_over_is_refused_with_a_way_out(value: Any):
     with pytest.raises(DataError, match=r"data.loaders: a batch holds .*; make tensors.*or use loaders: 0"):
         take_apart([value], [])
+
+
+def test_a_number_of_each_fused_trial_comes_back_as_it_was():
+    found = there_and_back([PerTrial([0.1, 0.3]), PerTrial([0.1, 0.1])])
+    assert [one.values for one in found] == [(0.1, 0.3), (0.1, 0.1)]
+    assert all(type(one) is PerTrial for one in found)
 
 
 def test_a_class_is_only_used_to_make_what_it_is():

@@ -384,8 +384,11 @@ def test_text_is_generated_by_a_trial_and_not_by_the_module_of_all():
         fused.module.generate(input_ids=tokens)
     with pytest.raises(FusionError, match=r"found the module of all trials.*trial\(0\)\.save_pretrained"):
         fused.module.save_pretrained("adapter")
-    with pytest.raises(AttributeError, match=r"no 'generate', which its models have: call that of one trial"):
-        fused.generate(input_ids=tokens)
+    for name in ("generate", "merge_and_unload", "config"):
+        with pytest.raises(
+            AttributeError, match=f"no '{name}', which its models have: use that of one trial"
+        ):
+            getattr(fused, name)
 
 
 def wrapped_twice():

@@ -13,6 +13,7 @@ import torch
 from fused_checks import CLOSE, fuse, make_models
 from test_fused_optimizer_states import assert_same, batch, net, step_alone, step_fused
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim import lr_scheduler
 
 import plait
@@ -203,3 +204,63 @@ def test_draws_from_pythons_generators_are_warned_of_once(draw, caplog):
     other.map(lambda x: x * draw(), x)
     assert caplog.records[0].getMessage().startswith("a function given to fused.map drew from Python's")
     assert torch.allclose(other(x), other(x), **CLOSE)
+
+
+def test_weights_that_two_fused_modules_would_train_apart_are_warned_of(caplog):
+    shared = make_models(net, TRIALS)
+    first, second = ([nn.Sequential(part, nn.Linear(5, 2)) for part in shared] for _ in range(2))
+    kept = fuse(first)
+    fuse(first)
+    assert not caplog.records
+    fuse(second)
+    assert "0.0.weight and" in caplog.text
+    assert "tied no more" in caplog.text
+    caplog.clear()
+    del kept
+    fuse([nn.Sequential(part) for part in shared])
+    for part in shared:
+        part.requires_grad_(False)
+    assert all((fuse(first), fuse(second)))
+    assert not caplog.records
+
+
+def replace_last(fused):
+    fused.module[-1] = nn.Linear(5, TRIALS)
+
+
+def train_functional(fused):
+    state = {name: p.detach() for name, p in fused.named_parameters()}
+
+    def loss(state):
+        return torch.func.functional_call(fused, state, (torch.ones(TRIALS, 4, 4),)).sum()
+
+    return torch.func.grad(loss)(state)
+
+
+CHANGED = {
+    "replaced": (replace_last, "weight' came into it after fusing"),
+    "added": (lambda fused: fused.module.append(nn.Linear(3, 3)), "weight' came into it after fusing"),
+    "pruned": (
+        lambda fused: prune.l1_unstructured(fused.module[0], "weight", 0.3),
+        r"'0\.weight(' was taken away|_orig' came into it)",
+    ),
+    "transformed": (train_functional, "within a transform of torch.func"),
+    "traced": (lambda fused: torch.jit.trace(fused, torch.ones(TRIALS, 4, 4)), "torch.jit.trace does not"),
+}
+
+
+@pytest.mark.parametrize("is_called", [False, True])
+@pytest.mark.parametrize("case", CHANGED)
+def test_what_is_done_to_layers_after_fusing_is_refused_in_words(case, is_called):
+    change, message = CHANGED[case]
+    fused = plait.fuse([nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)) for _ in range(TRIALS)])
+    x = torch.ones(TRIALS, 4, 4)
+    if is_called:
+        fused(x)
+
+    def call_changed():
+        change(fused)
+        fused(x)
+
+    with pytest.raises(FusionError, match=message):
+        call_changed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
@@ -35,15 +36,23 @@ class Counted(nn.Linear):
 
 
 class Loop:
-    """A loop over 4 epochs of 6 batches, the last of which is smaller, with all that may be registered."""
+    """A loop over 4 epochs of 6 batches, the last of which is smaller, with all that may be registered.
 
-    def __init__(self, device: str = "cpu", topology: str = "default") -> None:
+    If `is_fused`, it is the first of two trials, which have unlike learning rates.
+    """
+
+    def __init__(self, device: str = "cpu", topology: str = "default", is_fused: bool = False) -> None:
         self.world = plait.init(device)
         torch.manual_seed(0)
         x = torch.randn(33, 3, dtype=torch.float64)
         model = nn.Sequential(Counted(), nn.Tanh(), nn.Linear(4, 1)).double().to(self.world.device)
-        self.model = plait.DataParallel(model, topology)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.fused = plait.fuse([model, copy.deepcopy(model)]) if is_fused else None
+        self.model = plait.DataParallel(self.fused or model, topology)
+        self.optimizer: torch.optim.Optimizer = (
+            plait.FusedOptimizer(self.fused, "sgd", lr=[0.1, 0.03], momentum=0.9)
+            if self.fused is not None
+            else torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        )
         self.scheduler, self.of_epochs = StepLR(self.optimizer, 5), ExponentialLR(self.optimizer, 0.5)
         self.loader = plait.DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), batch_size=6)
         self.counts = {"steps": 0}
@@ -58,14 +67,22 @@ class Loop:
     def step(self, inputs: Tensor, target: Tensor) -> None:
         inputs, target = inputs.to(self.world.device), target.to(self.world.device)
         self.optimizer.zero_grad()
-        mse_loss(self.model(inputs), target).backward()
+        self.loss(inputs, target).backward()
         self.optimizer.step()
         self.scheduler.step()
         self.counts["steps"] += 1
 
+    def loss(self, inputs: Tensor, target: Tensor) -> Tensor:
+        if self.fused is None:
+            return mse_loss(self.model(inputs), target)
+        each = self.fused.map(mse_loss, self.model(plait.Shared(inputs)), plait.Shared(target))
+        return each.nan_to_num().sum()  # a worker without samples has none
+
     def result(self) -> dict[str, Any]:
-        weights = [parameter.tolist() for parameter in self.model.parameters()]
-        rate, (seen,) = self.optimizer.param_groups[0]["lr"], self.model.buffers()
+        model = self.model if self.fused is None else self.fused.trial(0)
+        weights = [parameter.tolist() for parameter in model.parameters()]
+        rate, (seen,) = self.optimizer.param_groups[0]["lr"], model.buffers()
+        rate = rate if self.fused is None else rate.of(0)
         steps = (self.elastic.step, self.counts["steps"], int(seen))
         changes = [(c.step, c.members, c.joined, c.left, c.lost) for c in self.elastic.changes]
         stalls = [change.seconds for change in self.elastic.changes]
@@ -79,9 +96,9 @@ def run_alone(_rank: int = 0) -> dict[str, Any]:
     return loop.result()
 
 
-def eventful(device: str = "cpu") -> dict[str, Any] | None:
+def eventful(device: str = "cpu", is_fused: bool = False) -> dict[str, Any] | None:
     """The loop of workers of which one is killed in backward, one leaves, and one ends before the others."""
-    loop = Loop(device)
+    loop = Loop(device, is_fused=is_fused)
     elastic, worker = loop.elastic, loop.elastic.worker
 
     def kill(gradient: Tensor) -> None:

@@ -30,6 +30,8 @@ from plait.training.fused.shared_bases import base_held_once
 from plait.training.setup import model as models
 from plait.training.setup.model import build_model
 from plait.training.worker_group import ALONE
+from plait.workloads import from_transformers
+from plait.workloads.from_transformers import from_config
 from support.sweeping import sweep_here
 from support.training import train_here
 
@@ -252,14 +254,51 @@ def test_adapters_with_data_of_their_own_train_in_one_array_and_are_all_kept(tmp
     (array,) = found["arrays"]
     assert array["fused"]
     assert array["most"] == 3
-    for trial in found["trials"]:
+    folders = [tmp_path / f"sweep/trials/{trial['trial']:04d}" for trial in found["trials"]]
+    with base_held_once(), mock.patch.object(from_transformers, "from_config", autospec=True) as built:
+        built.side_effect = from_config
+        kept_adapters = [save_adapter(RunDir(folder)) for folder in folders]
+    assert built.call_count == 1
+    for trial, kept in zip(found["trials"], kept_adapters):
         result, weights = alone(trial["values"], f"alone-{trial['trial']}")
         assert trial["metrics"]["loss"] == pytest.approx(result.test["loss"], rel=1e-6)
-        kept = save_adapter(RunDir(tmp_path / f"sweep/trials/{trial['trial']:04d}"))
         for name, tensor in peft.utils.load_peft_weights(str(kept), device="cpu").items():
             # The model's loss is computed in float32.
             expected = weights[name.replace(".weight", ".default.weight")]
             torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_sample_that_cannot_be_read_fails_the_trial_whose_data_it_is(width, tmp_path):
+    data = {"kind": "support.odd_data:Sentences", "user": 0, "batch_size": 4, "shuffle": False}
+    job = job_of(tmp_path, ("data", data), ("steps", 4))
+    found, alone = swept(job, tmp_path, "data.user=0,1,2", width=width)
+    assert [trial["state"] for trial in found["trials"]] == ["finished", "finished", "failed"]
+    assert found["trials"][2]["values"] == {"data.user": 1}
+    assert "ValueError: a torn sample" in found["trials"][2]["why"]
+    for trial in found["trials"][:2]:
+        result, _ = alone(trial["values"], f"alone-{trial['trial']}")
+        assert trial["metrics"]["loss"] == pytest.approx(result.test["loss"], rel=1e-6)
+    with pytest.raises(ValueError, match="a torn sample"):
+        swept(job_of(tmp_path, ("data", {**data, "user": 1})), tmp_path / "one", "lora.r=2,4")
+
+
+MORE = {
+    "tokens": {"trainable_token_indices": [1, 2]},
+    "parameters": {"target_parameters": ["k_proj.weight"]},
+    "layers": {"layer_replication": [[0, 1], [0, 1]]},
+}
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_what_adapters_train_besides_the_layers_that_are_swept_trains_as_alone(case, tmp_path):
+    lora = {"r": 2, "alpha": 4, "target_modules": ["q_proj"], **MORE[case]}
+    found, alone = swept(job_of(tmp_path, ("lora", lora)), tmp_path, "lora.target_modules=q_proj,v_proj")
+    for trial in found["trials"]:
+        result, _ = alone(trial["values"], f"alone-{trial['trial']}")
+        assert trial["metrics"]["loss"] == pytest.approx(result.test["loss"], rel=1e-6)
+    if case == "tokens":
+        assert save_adapter(RunDir(tmp_path / "sweep")) is not None
 
 
 REFUSED = {

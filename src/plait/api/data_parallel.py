@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Never
+from typing import Any, Never, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from plait.api.accumulated import NOTHING, AccumulatedBatches, are_weighed
-from plait.api.same_model import Copies, TrainedParameters, copies_of, copy_of_first, restore, share_model
+from plait.api.same_model import (
+    Copies,
+    TrainedParameters,
+    copies_of,
+    copy_of_first,
+    draw_apart,
+    restore,
+    share_model,
+)
 from plait.api.step_rules import StepRules
 from plait.api.world import World, init
 from plait.core.errors import InputError, LostPeer, PeerError
 from plait.core.shown import shown
+from plait.data.call_model import fused_parts
 from plait.launcher.membership import Memberships
 from plait.schema.topology_spec import TopologySpec, check_topology, fitting, read_topology_spec
 from plait.sync.allreduce.autotune import resolve_topology
@@ -37,6 +46,20 @@ def count_samples(*inputs: Any, **named: Any) -> float:
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return float(len(leaf))
     return 1.0
+
+
+def _counter(module: nn.Module) -> Samples:
+    """What counts the samples of a forward, unless the user says."""
+    fused = fused_parts(module)
+    if not fused:
+        return count_samples
+    if module is not fused[0]:
+        raise InputError(
+            "DataParallel: found a model that holds a fused module, expected samples=, a function of the "
+            "model's arguments that counts the rows of each trial, or the fused module itself"
+        )
+    count: Samples = cast("Any", module).batch_rows
+    return count
 
 
 def check_unwrapped(what: str, model: object) -> None:
@@ -75,8 +98,8 @@ class DataParallel(nn.Module):
 
     - batches may have unlike sizes: gradients are weighted by the number of samples of each worker, so that a
       loss that is a mean over the batch has the gradient of one worker with all samples. `samples` counts
-      those of a forward; by default it is the length of the first tensor. `samples=lambda *_: 1` weighs all
-      workers alike;
+      those of a forward; by default it is the length of the first tensor (of a trial's part of it, where
+      `module` is a fused one). `samples=lambda *_: 1` weighs all workers alike;
     - parameters may be without a gradient on some or all workers in some steps; nothing has to be declared;
     - `topology` is the graph that sums travel: `default`, `auto` (measured now), `ring`, `tree`, `star`, ...;
     - `state_dict` has the names of the plain model.
@@ -96,7 +119,7 @@ class DataParallel(nn.Module):
         self,
         module: nn.Module,
         topology: str = "default",
-        samples: Samples = count_samples,
+        samples: Samples | None = None,
         broadcast_buffers: bool = True,
         world: World | None = None,
         **others: Never,
@@ -110,6 +133,8 @@ class DataParallel(nn.Module):
         if not isinstance(module, nn.Module):
             raise InputError(f"DataParallel: found {shown(module)}, expected a torch.nn.Module")
         check_unwrapped("DataParallel", module)
+        if samples is None:
+            samples = _counter(module)
         if not callable(samples):
             raise InputError(
                 f"DataParallel: samples: found {shown(samples)}, expected a function that counts those of a "
@@ -160,6 +185,7 @@ class DataParallel(nn.Module):
         self.close()
         self._usual, self._is_summed, self._in_backward, self.is_broken = 1.0, True, False, False
         self._batches = AccumulatedBatches()
+        draw_apart(self.module, self.world)
         if self.world.world_size > 1:
             self._sync = self._make_sync()
         if self._norms is not None:

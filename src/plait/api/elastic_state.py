@@ -77,7 +77,12 @@ class LoopState:
 
     def rate(self) -> float:
         """The sum of the learning rates, which all workers have alike."""
-        return sum(float(group.get("lr") or 0.0) for group in self._optimizer.param_groups)
+        rates = [group.get("lr") for group in self._optimizer.param_groups]
+        # Of fused trials there is one for each.
+        values = [getattr(rate, "values", None) for rate in rates]
+        return sum(
+            sum(each) if isinstance(each, tuple) else float(rate or 0.0) for rate, each in zip(rates, values)
+        )
 
     def watch_frozen(self) -> None:
         """Note the versions of the parameters that are not trained, for `check_frozen`."""
@@ -134,7 +139,7 @@ class LoopState:
 
     def send(self, source: int, rank: int, is_current: bool) -> None:
         """Copy the state of rank `source` to the workers that are not current; all call it together."""
-        specs = specs_of(self._model.module)
+        specs = specs_of(self._model.module, apart=True)
         refuse_difference("Elastic", broadcast_value(specs, source), specs, (source, rank))
         state = _broadcast(self.state_dict() if rank == source else None, source, rank)
         if not is_current:

@@ -14,16 +14,25 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from plait.api.world import World
 from plait.comm.collectives import all_gather_values, broadcast_value
 from plait.core.errors import InputError
+from plait.data.call_model import fused_parts
 
 Ranks = tuple[int, int]
 # Tensors of one type, and their values in one.
 Copies = list[tuple[list[Tensor], Tensor]]
 
 
-def specs_of(module: nn.Module) -> dict[str, str]:
-    """The dtype, shape and requires_grad of each parameter and buffer."""
+def specs_of(module: nn.Module, apart: bool = False) -> dict[str, str]:
+    """The dtype, shape and requires_grad of each parameter and buffer.
+
+    With `apart`, what fused trials share has the shape that it has when each has its own, as it may soon.
+    """
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: f"{t.dtype} {list(t.shape)} {t.requires_grad}" for name, t in tensors.items()}
+    fused = fused_parts(module) if apart else []
+    trials = {number: [each.trials] for each in fused for number in each.shared_ids()}
+    return {
+        name: f"{t.dtype} {[*trials.get(id(t), ()), *t.shape]} {t.requires_grad}"
+        for name, t in tensors.items()
+    }
 
 
 def refuse_difference(owner: str, first: Mapping[str, str], there: Mapping[str, str], ranks: Ranks) -> None:
@@ -124,6 +133,13 @@ def share_model(owner: str, module: nn.Module, world: World) -> None:
     """Copy the model of rank 0 to all workers, who call it together; refuses models that differ."""
     check_same_model(owner, module)
     copy_of_first([*module.parameters(), *module.buffers()], world)
+    draw_apart(module, world)
+
+
+def draw_apart(module: nn.Module, world: World) -> None:
+    """Have fused modules draw other numbers on each worker, though their seeds are equal."""
+    for fused in fused_parts(module):
+        fused.worker = world.rank
 
 
 @torch.no_grad()

@@ -285,4 +285,5 @@ def show_result(result: SweepResult, job: Path) -> None:
         return
     names = ("trials.csv", "curves.png", "sweep.html", "adapter")
     files = [name for name in names if (folder.path / name).exists()]
-    print(f"wrote {folder.path} ({', '.join(files)}); next: plait evaluate {folder.path}")
+    further = "" if result.best is None else f"; next: plait evaluate {folder.path}"
+    print(f"wrote {folder.path} ({', '.join(files)}){further}")

@@ -18,6 +18,11 @@ _COMPILERS = ("c++", "g++", "clang++")
 Arguments = tuple[Any, ...] | dict[str, Any]
 
 
+def fused_parts(model: torch.nn.Module) -> list[Any]:
+    """The fused modules in `model`, which may be one, without an import of what makes them."""
+    return [part for part in model.modules() if hasattr(type(part), "batch_rows")]
+
+
 @contextlib.contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """Context in evaluation mode, by the model's `eval` and `train`, which may do more than set the mode.

@@ -49,10 +49,14 @@ class BatchStream:
         self._batches = batches
         self.position = position
         self.order = order
+        # Whether the last batch could not be read.
+        self.has_failed = False
 
     def next(self) -> Batch | None:
         """The next batch; None at the end of the data."""
+        self.has_failed = True
         batch = next(self._batches, None)
+        self.has_failed = False
         if batch is not None:
             self.position = batch.after
         return batch

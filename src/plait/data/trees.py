@@ -85,7 +85,9 @@ def _take_object(value: Any, down: Callable[[Any], Any]) -> Any:
     if isinstance(value, int):
         return ["value", name, int.__int__(value)]
     if isinstance(value, float):
-        return ["value", name, float.__float__(value)]
+        # Of fused trials one number may be one for each.
+        values = getattr(value, "values", None)
+        return ["value", name, list(values) if isinstance(values, tuple) else float.__float__(value)]
     if isinstance(value, str):
         return ["value", name, "".join(value)]
     raise _refused(f"a {kind.__module__}.{kind.__qualname__}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,11 @@ from plait.fusion.verify import CallCandidate, NothingToCompareError, calls_on, 
 from plait.workloads.adapters.forms import is_adapted
 
 log = logging.getLogger(__name__)
+
+# Of each fused module that is still there: its first model, and those of its parts that have parameters.
+_made: WeakKeyDictionary[FusedModule, tuple[ReferenceType[nn.Module], WeakSet[nn.Module]]] = (
+    WeakKeyDictionary()
+)
 
 
 def fuse(
@@ -74,7 +81,8 @@ def fuse(
             f"fuse: found a {type(models).__name__}, expected a list of models of the same shape, such as "
             f"[make_model() for _ in range(4)]"
         )
-    models, forms = in_one_form(list(models))
+    originals = list(models)
+    models, forms = in_one_form(originals)
     check_models(models)
     count = len(models)
     seeds = unused_seeds(count) if seeds is None else list(seeds)
@@ -87,6 +95,7 @@ def fuse(
     made = FusedModule(models, seeds, rng_steps, reasons, shared)
     made.unlike_base = nearly_shared(models, shared) if shared and share != "same-storage" else []
     made.set_forms(forms)
+    _warn_of_untied(made, originals[0])
     if is_adapted(models[0]):
         _warn_of_adapters(made)
     if verify is True:
@@ -110,6 +119,34 @@ def _warn_of_adapters(fused: FusedModule) -> None:
             "adapters on one base to hold it once",
             fused.unlike_base[0],
         )
+
+
+def _warn_of_untied(fused: FusedModule, model: nn.Module) -> None:
+    """Warn of weights that models of another fused module have, too, which each of the two would train."""
+    if names := _fused_elsewhere(model):
+        gc.collect()  # modules that are in use no more
+        names = _fused_elsewhere(model)
+    with_weights = (part for part in model.modules() if any(True for _ in part.parameters(recurse=False)))
+    _made[fused] = ref(model), WeakSet(with_weights)
+    if names:
+        log.warning(
+            "%s%s: the models of another fused module have the same, and as each of the two trains weights "
+            "of its own, they are tied no more; to keep them tied, fuse modules that hold both",
+            names[0],
+            f" and {len(names) - 1} more" if len(names) > 1 else "",
+        )
+
+
+def _fused_elsewhere(model: nn.Module) -> list[str]:
+    """Names of trained parameters that other models have, too, whose fused module is still there."""
+    elsewhere = {
+        id(parameter)
+        for other, parts in _made.values()
+        if other() is not model  # which is fused anew
+        for part in parts
+        for parameter in part.parameters(recurse=False)
+    }
+    return [name for name, p in model.named_parameters() if p.requires_grad and id(p) in elsewhere]
 
 
 def _verify(fused: FusedModule, candidate: CallCandidate) -> None:

@@ -23,7 +23,7 @@ from plait.fusion.dispatch.install import ModuleTensors, Slot, shared_names, slo
 from plait.fusion.dispatch.padding import Rows
 from plait.fusion.dispatch.per_trial import Number, one_each
 from plait.fusion.dispatch.random import Calls, Count, Streams, unused_seeds
-from plait.fusion.dispatch.refusals import check_uncompiled, refuse_compiled
+from plait.fusion.dispatch.refusals import check_eager, refuse_compiled
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.dispatch.torch_patches import running
 from plait.fusion.errors import FusionError
@@ -31,7 +31,7 @@ from plait.fusion.forward_patches import patch_methods, patch_norms, patch_recur
 from plait.fusion.optim.trial_gradients import clip_gradients, refuse_joint_updates
 from plait.fusion.rules.hooks import each_trial
 from plait.fusion.saved_state import fit_state
-from plait.fusion.shared_input import enter_trials, leave_trials
+from plait.fusion.shared_input import Shared, enter_trials, leave_trials
 from plait.fusion.sharing import describe_sharing
 from plait.fusion.speed.whole_layers import patch_layers
 from plait.fusion.stacking import is_within, same_memory, stacked, unstacked
@@ -44,6 +44,8 @@ from plait.fusion.trials.unfused import PerTrialModules, must_be_unfused
 
 log = logging.getLogger(__name__)
 _HELD = ("_parameters", "_buffers", "_modules")
+# So far apart are the seeds of a trial on two workers.
+_BETWEEN_WORKERS = 1 << 40
 
 
 class FusedModule(nn.Module):
@@ -94,6 +96,8 @@ class FusedModule(nn.Module):
         # Whether to warn of draws from Python's generators; and the number of forwards and of other calls, by
         # which it is chosen when these are read, as that takes a while.
         self.warns_of_draws = True
+        # Of those that share each batch, by which they draw unlike numbers.
+        self.worker = 0
         self._counts = {True: 0, False: 0}
         self._trials = Trials(len(models))
         self._tensors = self._find_tensors()
@@ -140,8 +144,9 @@ class FusedModule(nn.Module):
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of `function(model, *args)` for each trial; `function` is written for one model."""
-        check_uncompiled()
+        check_eager()
         if self.first_call is not None:
+            self._tensors.refuse_added()
             first, self.first_call = self.first_call, None
             first(self, function, args, kwargs)
         self.refuse_unfrozen()
@@ -155,7 +160,7 @@ class FusedModule(nn.Module):
 
     def map(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of `function(*args)` for each trial; for a loss, a vector with one value per trial."""
-        check_uncompiled()
+        check_eager()
         return self._map(False, function, args, kwargs)
 
     def _map(
@@ -166,7 +171,7 @@ class FusedModule(nn.Module):
         self._counts[is_forward] = number = self._counts[is_forward] + 1
         marks = python_marks() if number & (number - 1) == 0 and self.warns_of_draws else None
         start = self._calls.begin(self.training, is_forward, self.draws_before)
-        streams = self._trials.streams = Streams(self.seeds, self.ages, start, self._trials.streams)
+        streams = self._trials.streams = Streams(self.stream_seeds, self.ages, start, self._trials.streams)
         self._trials.tables = None
         enter = partial(enter_trials, self._trials)
         entered_args = [_each_leaf(enter, value) for value in args]
@@ -213,6 +218,25 @@ class FusedModule(nn.Module):
                 self._restore_frozen()
 
         return reopened
+
+    @property
+    def stream_seeds(self) -> Tensor:
+        """The seeds of the streams that the trials draw from on this worker."""
+        return self.seeds + self.worker * _BETWEEN_WORKERS if self.worker else self.seeds
+
+    def batch_rows(self, *args: Any, **kwargs: Any) -> int:
+        """How many samples each trial has in the arguments of a forward."""
+        if self.is_padded:
+            raise FusionError(
+                "fused module: several workers share batches of trials of unlike sizes, whose parts have "
+                "unlike weights for each trial; train with equal sizes, or on one worker"
+            )
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Shared):
+                return len(leaf.tensor) if leaf.tensor.dim() else 1
+            if isinstance(leaf, Tensor) and leaf.dim() > 1:
+                return leaf.shape[1]
+        return 1
 
     @property
     def draws(self) -> Count:
@@ -411,11 +435,13 @@ class FusedModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if not hasattr(type(self.__dict__["_modules"].get("module")), name):
+            module = self.__dict__["_modules"].get("module")
+            if not hasattr(module, name):
                 raise
+            brackets = "(...)" if callable(getattr(module, name)) else ""
             raise AttributeError(
-                f"a fused module has no {name!r}, which its models have: call that of one trial, "
-                f"fused.trial(0).{name}(...)"
+                f"a fused module has no {name!r}, which its models have: use that of one trial, "
+                f"fused.trial(0).{name}{brackets}"
             ) from None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from plait.jobs.evaluate import read_settings, read_state
 from plait.launcher.run_dir import RunDir
 from plait.pipeline.named_state import unpacked
-from plait.training.setup.model import build_model
-from plait.training.setup.precision import dtype_of
+from plait.training.setup.model import build_placed_model, find_model
 
 
 def save_adapter(folder: RunDir) -> Path | None:
@@ -22,9 +23,9 @@ def save_adapter(folder: RunDir) -> Path | None:
     if settings.model.adapter is None:
         return None
     state = unpacked(read_state(folder, best=False).model)
-    model: Any = build_model(replace(settings.model, lora_array=None), settings.seed).to(
-        dtype=dtype_of(settings)
-    )
+    alone = replace(settings, model=replace(settings.model, lora_array=None))
+    model: Any
+    model, _ = build_placed_model(find_model(alone.model), alone, torch.device("cpu"))
     own = {}
     for name, tensor in model.state_dict().items():
         if name not in state:  # the layer had an adapter of zeros

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from plait.schema.plans.schedules import Schedule
 from plait.schema.results import SweepResult
 from plait.schema.settings import (
     SEARCHES,
+    CommonSettings,
     ModelSettings,
     SearchSettings,
     StudySettings,
@@ -50,15 +52,19 @@ from plait.sweeping.search.space import (
 )
 from plait.sweeping.search.values import check
 from plait.sweeping.settings import KIND, VERSION, SweepSettings
-from plait.sweeping.trial_settings import check_key, with_lora_array
+from plait.sweeping.trial_settings import OF_SWEEP, check_key, with_lora_array
 from plait.sweeping.trials.trial_files import trial_folder
 from plait.workloads.from_transformers import factory_of, saved_weights_id
 
 if TYPE_CHECKING:
     import optuna
 
+log = logging.getLogger(__name__)
+
 # Combinations that are checked one by one before anything starts; of more, the values of each key are.
 CHECKED = 2000
+# Parts of keys, with those of a job file.
+_AS_WRITTEN = {"model.args": "model_args", "model.adapter": "lora", "model.factory": "model", ".options": ""}
 
 Over = Sequence[str] | Mapping[str, Any]
 
@@ -163,6 +169,7 @@ def _sweep_on(
             before = load(SweepSettings, folder.sweep, KIND, VERSION)
             shared.check_resumed(before.search.study)
             settings = go_on(before, **asked)
+            _warn_of_changes(before, job)
         else:
             given = {name: value for name, value in asked.items() if value is not None}
             settings = make_sweep(job, over, **{**given, **shared.choose(asked["search"], job.name)})
@@ -190,8 +197,9 @@ def _sweep_on(
     write_sweep(folder.path, result)
     if result.best is not None and settings.train.model.lora_array is not None:
         from plait.jobs.adapter import save_adapter  # slow to import
+        from plait.training.fused.shared_bases import base_held_once
 
-        with searching(os.getcwd(), job.folder):
+        with searching(os.getcwd(), job.folder), base_held_once():
             save_adapter(folder)
             for trial in result.trials if settings.keeps_adapters else ():
                 if (own := trial_folder(folder, trial.trial)).settings.exists():
@@ -214,6 +222,30 @@ def _check_base(settings: SweepSettings) -> None:
             f"model_args.path: {model.args['path']} holds other weights than when the sweep was begun, which "
             f"would make its trials unlike models; put them back, or begin another sweep"
         )
+
+
+def _warn_of_changes(begun: SweepSettings, job: Job) -> None:
+    """Say what of a job is not as it was when its sweep was begun, and so is not followed."""
+    now = with_lora_array(job.settings(), begun.over)
+    kept = {each.name for each in fields(CommonSettings)} - set(OF_SWEEP)
+    pairs = ((name, encode(getattr(begun.train, name)), encode(getattr(now, name))) for name in sorted(kept))
+    if changed := [difference for each in pairs for difference in _differences(*each)]:
+        log.warning(
+            "the sweep goes on with the job that it was begun with, not with this one, in which %s; begin "
+            "another sweep for that",
+            " and ".join(changed[:3]) + (f" and {len(changed) - 3} more keys differ" if changed[3:] else ""),
+        )
+
+
+def _differences(key: str, then: Any, now: Any) -> Iterator[str]:
+    """The keys below `key` whose values differ, with both."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for name in {**then, **now}:
+            yield from _differences(f"{key}.{name}", then.get(name), now.get(name))
+    elif then != now:
+        for within, own in _AS_WRITTEN.items():
+            key = key.replace(within, own)
+        yield f"{key} is {shown(now)} (was {shown(then)})"
 
 
 def go_on(

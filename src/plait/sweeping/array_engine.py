@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -105,8 +106,7 @@ class ArrayEngine:
                 result = self._trainer.train(steps)
         except (NotFusedError, TrialsFailedError) as failure:
             if not self._trainer.is_in_step and failure.__cause__ is not None:
-                # Failed while reading samples, which is not the failure of a trial.
-                raise failure.__cause__ from None
+                self._blame_data(failure.__cause__)
             if isinstance(failure, NotFusedError):
                 self._blame(failure)
             raise
@@ -165,6 +165,15 @@ class ArrayEngine:
             if why is None:
                 raise
             raise TrialsFailedError({self.trials[0].number: why}) from failure
+
+    def _blame_data(self, failure: BaseException) -> NoReturn:
+        """Raise TrialsFailedError if samples of data that other trials do not have could not be read."""
+        why = why_failed(failure) if isinstance(failure, Exception) else None
+        streams = [trial.stream for trial in self.trials]
+        numbers = [t.number for t, stream in zip(self.trials, streams) if stream and stream.has_failed]
+        if why is None or not numbers or not self._builder.workers.settings.has_unlike_data:
+            raise failure from None
+        raise TrialsFailedError(dict.fromkeys(numbers, why)) from failure
 
     def _blame(self, failure: NotFusedError) -> None:
         """Raise TrialsFailedError if single trials fail in this step even alone."""

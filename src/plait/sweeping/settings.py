@@ -33,12 +33,14 @@ class SweepSettings:
         return self.replicas * (self.train.stages.plan.devices_used if self.train.in_stages else 1)
 
     @property
+    def has_unlike_data(self) -> bool:
+        """Whether trials read other data than each other."""
+        return any(each.key.startswith("data.") and each.key != "data.batch_size" for each in self.over)
+
+    @property
     def keeps_adapters(self) -> bool:
         """Whether the adapters of all trials are kept: each has separate data, so that none is the best."""
-        data = [
-            each.key for each in self.over if each.key.startswith("data.") and each.key != "data.batch_size"
-        ]
-        return self.train.model.lora_array is not None and bool(data)
+        return self.train.model.lora_array is not None and self.has_unlike_data
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,10 +34,13 @@ _OPEN: Mapping[str, type] = {
     "lora": LoraSettings,
 }
 _TARGETS = "lora.target_modules"
-# Options of adapters that train something even where all of an adapter is zeros.
-_TRAINS_ZEROS = ("use_dora", "lora_bias")
+# Options of adapters that train something even where all of an adapter is zeros, or adapt what target_modules
+# does not name.
+_MORE_THAN_ZEROS = (
+    "use_dora", "lora_bias", "trainable_token_indices", "target_parameters", "layer_replication",
+)  # fmt: skip
 # What belongs to the run as a whole and is the same for all trials.
-_COMMON = (
+OF_SWEEP = (
     "name",
     "adapt",
     "run_dir",
@@ -56,7 +59,7 @@ _PER_TRIAL = ("seed", "steps", "epochs", "clip_norm", "lr_schedule", "evaluate",
 
 def check_key(key: str) -> None:
     """Refuse a key that must have the same value in all trials."""
-    if key.partition(".")[0] in _COMMON:
+    if key.partition(".")[0] in OF_SWEEP:
         raise JobError(f"--over {key}: it belongs to the sweep as a whole; set it with --set {key}=...")
 
 
@@ -114,7 +117,7 @@ def with_lora_array(settings: TrainSettings, dimensions: Sequence[Dimension]) ->
     ranks = [r for r in swept.get("lora.r", [lora.r]) if isinstance(r, int)]
     rank = max(ranks, default=0) if is_padded else 0
     array = LoraArray(rank, any(swept.get("lora.dropout", [lora.dropout])))
-    trains = any(any(swept.get(f"lora.{name}", [lora.options.get(name)])) for name in _TRAINS_ZEROS)
+    trains = any(any(swept.get(f"lora.{name}", [lora.options.get(name)])) for name in _MORE_THAN_ZEROS)
     if _TARGETS in swept and is_padded and not trains:
         values = [with_values(settings, {_TARGETS: value}).model.adapter for value in swept[_TARGETS]]
         array = replace(array, targets=tuple(each.target_modules for each in values if each is not None))

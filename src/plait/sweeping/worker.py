@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from plait.core.codec import decode, encode
-from plait.core.errors import InputError
+from plait.core.errors import InputError, JobError
 from plait.core.run_events import SyncChosen
+from plait.core.shown import shown
 from plait.fusion.errors import FusionError
 from plait.launcher.run_dir import RunDir
 from plait.launcher.worker_process import Worker
@@ -49,7 +50,10 @@ def check_request(order: Mapping[str, Any]) -> None:
     for dimension in settings.over:
         check_key(dimension.key)
         for value in dimension.samples():
-            components.check(with_values(settings.train, {dimension.key: value}))
+            try:
+                components.check(with_values(settings.train, {dimension.key: value}))
+            except JobError as failure:
+                raise JobError(f"--over {dimension.key}={shown(value)}: {failure}") from None
 
 
 @base_held_once()

@@ -24,6 +24,7 @@ from plait.adapt.monitors.gradient_noise import DECAY, GradientAverages, Gradien
 from plait.adapt.monitors.sharded_norms import ShardedNorms, ShardsGradients
 from plait.adapt.monitors.squared_norms import gradients, squared_norm
 from plait.core.errors import InputError
+from plait.data.call_model import fused_parts
 
 
 class PartNorms(Protocol):
@@ -58,6 +59,11 @@ class GradientVariance:
     def __init__(self, model: nn.Module | Iterable[Tensor], decay: float = DECAY) -> None:
         if isinstance(model, torch.optim.Optimizer):
             raise InputError(f"{type(self).__name__}: found an optimizer, expected a model or its parameters")
+        if isinstance(model, nn.Module) and fused_parts(model):
+            raise InputError(
+                f"{type(self).__name__}: found a fused module, expected one model: its trials have gradients "
+                f"of their own, which a sweep measures where its job has `adapt`"
+            )
         parameters = model.parameters() if isinstance(model, nn.Module) else model
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.averages = GradientAverages(decay)

@@ -127,6 +127,16 @@ class ModuleTensors:
         """Drop the trial tensors, after the module's tensors have changed."""
         self._wrappers.clear()
 
+    def refuse_added(self) -> None:
+        """Raise FusionError for layers with weights that the trials did not have when they were fused."""
+        known = {(id(slot.tensors), slot.name) for slot in self._slots}
+        for slot in slots_of(self.module):
+            if not slot.is_buffer and (id(slot.tensors), slot.name) not in known:
+                raise FusionError(
+                    f"fused module: {slot.key!r} came into it after fusing, and would be one for all trials; "
+                    f"change the models before plait.fuse(models)"
+                )
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Context in which the slots hold trial tensors; afterwards they are restored.
@@ -159,8 +169,16 @@ class ModuleTensors:
         return False
 
     def _install(self) -> Iterator[None]:
-        slots, versions = self._slots, self._versions()
-        before = [slot.tensors[slot.name] for slot in slots]
+        slots = self._slots
+        try:
+            before = [slot.tensors[slot.name] for slot in slots]
+        except KeyError:
+            gone = next(slot.key for slot in slots if slot.name not in slot.tensors)
+            raise FusionError(
+                f"fused module: {gone!r} was taken away after fusing (by pruning, or a parametrization?); "
+                f"change the models before plait.fuse(models)"
+            ) from None
+        versions = self._versions()
         wrappers = [
             tensor if tensor is None or slot.is_shared else self._wrap(tensor)
             for slot, tensor in zip(slots, before)
@@ -181,6 +199,7 @@ class ModuleTensors:
             self._drop_separated()
         self._refuse_written(versions)
         if self._held() != self._held_before:
+            self.refuse_added()
             self._adopt_buffers()
 
     def _wrap(self, tensor: Tensor) -> TrialTensor:

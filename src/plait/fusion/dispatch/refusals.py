@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._functorch import peek_interpreter_stack
 from torch.utils import _pytree as pytree
 
 from plait.fusion.dispatch.one_trial import call_alone
@@ -61,10 +62,17 @@ def refuse_compiled() -> NoReturn:
     )
 
 
-def check_uncompiled() -> None:
-    """Refuse frames that torch.compile traces, and those that it then runs as they are."""
+def check_eager() -> None:
+    """Refuse transforms, frames that torch.compile traces, and those that it then runs as they are."""
     if torch.compiler.is_compiling() or callable(get_eval_frame_callback()):
         refuse_compiled()
+    if peek_interpreter_stack() is not None:
+        raise FusionError(
+            "fused module: called within a transform of torch.func (grad, vjp, jvp, jacrev, vmap, ...), "
+            "which does not support trials; use torch.autograd.grad"
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise FusionError("fused module: torch.jit.trace does not support trials; trace one: fused.trial(0)")
 
 
 def refuse_passed_by(*_: Any, **__: Any) -> NoReturn:

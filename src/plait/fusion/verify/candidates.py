@@ -87,7 +87,7 @@ class CallCandidate(Candidate):
         calls: tuple[Arguments, Arguments],
         own: Sequence[Arguments] = (),
     ) -> None:
-        super().__init__(models, fused.seeds.tolist(), fused.ages.tolist(), _rounding_of(fused.module))
+        super().__init__(models, fused.stream_seeds.tolist(), fused.ages.tolist(), _rounding_of(fused.module))
         self._fused, self._function, self._calls, self._own = fused, function, calls, own
 
     def together(self, fused: FusedModule, trials: Sequence[int], batch: int) -> tuple[Any, Tensor]:

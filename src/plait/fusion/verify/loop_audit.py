@@ -202,7 +202,7 @@ class _TrialAlone:
                 perturb_in_place(model.parameters(), seed)
             single = trial_optimizer(self._optimizer, model, self.trial)
             load_state_dict(single, copy.deepcopy(self._state))
-            with drawing_as(model, int(fused.seeds[self.trial]), self._rng_step, fused.unfused):
+            with drawing_as(model, int(fused.stream_seeds[self.trial]), self._rng_step, fused.unfused):
                 PlainModel(model, self._loss).step([self._part])
             if self._optimizer.clip_norm is not None:
                 limit = float(self._optimizer.clip_norm[self.trial])

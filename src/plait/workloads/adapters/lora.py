@@ -17,7 +17,7 @@ from plait.schema.settings import LoraArray, LoraSettings
 from plait.workloads.adapters.forms import AdapterForm, LayerForm, bring_to, form_of, key_of
 
 # Names of the section for options of PEFT.
-_OWN = {"lora_alpha": "alpha", "lora_dropout": "dropout", "peft_type": "", "r": "r"}
+_OWN = {"lora_alpha": "alpha", "lora_dropout": "dropout", "rank": "r", "peft_type": "", "r": "r"}
 
 
 def check_lora(settings: LoraSettings) -> Any:
@@ -90,11 +90,10 @@ def _adapted_by(model: nn.Module, settings: LoraSettings, targets: Sequence[tupl
         own = replace(settings, target_modules=each)
         try:
             _check_targets(model, own)
+            checked = check_lora(own)
         except JobError:  # of the trials that name them, which fail by themselves
             continue
-        prepared = LoraModel._prepare_adapter_config(
-            LoraModel, check_lora(own), LoraModel.get_model_config(model)
-        )
+        prepared = LoraModel._prepare_adapter_config(LoraModel, checked, LoraModel.get_model_config(model))
         config = tuners_utils._maybe_include_all_linear_layers(prepared, model)
         names |= {key for key in keys if tuners_utils.check_target_module_exists(config, key)}
     return [f"base_model.model.{key}" for key in keys if key in names]
@@ -116,4 +115,6 @@ def _form_in(array: LoraArray, form: AdapterForm, others: Sequence[str]) -> Adap
     added = LayerForm("lora", config.r, 1, drops=array.drops)
     targets = tuple(key_of(path) for path in others)
     config.target_modules = set(targets)
-    return AdapterForm({form.adapter: config}, {path: layers.get(path, added) for path in others}, targets)
+    # What is adapted without being named, such as tokens, stays.
+    every = {path: layers.get(path, added) for path in others} | layers
+    return AdapterForm({form.adapter: config}, every, targets)
