@@ -3,12 +3,19 @@
 It is for worlds alone: importing it traces models, which takes seconds.
 """
 
+import contextlib
+import dataclasses
+import functools
 import os
+import sys
 
 import torch
+import typer.main
 from hypothesis import strategies
 from torch.overrides import resolve_name
 
+from plait.cli import app
+from plait.core import codec
 from plait.fusion.speed import autotune
 from plait.launcher.fork_server import import_all
 from plait.workloads.data.digits import digits
@@ -54,6 +61,14 @@ import_all(
 digits("train")  # reads the file, which is kept
 resolve_name(torch.add)  # lists all functions of torch, once
 strategies.text().validate()  # tries all characters there are, once in a clone
+# The command line has the same verbs each time, and messages the same fields.
+typer.main.get_command = functools.cache(typer.main.get_command)
+typer.main.get_command(app)
+for module in [module for name, module in sys.modules.items() if name.startswith("plait.")]:
+    for value in list(vars(module).values()):
+        if isinstance(value, type) and dataclasses.is_dataclass(value):
+            with contextlib.suppress(NameError):  # of a package that is loaded when it is needed
+                codec._hints(value)
 os.fsync = lambda descriptor: None  # type: ignore[assignment]  # as in tests/conftest.py
 # All ways of an operation are right: which one is the fastest is timed once, rather than until it is certain,
 # which took a quarter of the time of fused tests.

@@ -17,9 +17,12 @@ from plait.core.errors import DataError
 from plait.data import fingerprint
 from plait.data.batches import DataSource
 from plait.data.fingerprint import repeated_samples, take_fingerprints
+from plait.data.streams import checksum
 from plait.schema.settings import DataSettings
 from plait.training.checks import repeated_reads
 from plait.training.checks.data_fingerprints import look_at_data
+from plait.workloads import data
+from plait.workloads.data.stored import Windows
 from support.training import PlainWorker, digits_job, train_here
 from support.world import run_ranks
 
@@ -90,6 +93,25 @@ def test_workers_with_unlike_data_are_refused_with_the_worker_and_its_host():
         assert " on w1 has " in refused
     assert "8 of 8 looked at" in words["listed in another order"][0]
     assert "has no data" in words["no test split on one"][0]
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        TensorDataset(torch.randn(40, 3).bfloat16(), torch.arange(40)),
+        data.build("digits", "test"),
+        Windows(torch.arange(400), 5, 400),
+        Subset(points(90), range(5, 80)),
+    ],
+)
+def test_samples_that_are_read_at_once_are_those_that_are_read_one_by_one(
+    dataset: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(fingerprint, "LOOK_S", 10.0)
+    source = DataSource(dataset)
+    (seen, _) = take_fingerprints((source, None), 0, many=True)
+    assert seen is not None
+    assert seen.samples == {number: checksum([source.sample(0, number, 0)]) for number in range(len(source))}
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, train: Any, test: Any) -> list[str]:

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 import typer
 
@@ -45,6 +45,8 @@ app = typer.Typer(
 
 def with_paths(verb: Callable[..., None]) -> Callable[..., None]:
     """`verb` with `~` and variables expanded in its path arguments."""
+    # Typer evaluates annotations that are text four times, which took most of the time to parse a command.
+    verb.__annotations__ = get_type_hints(verb, include_extras=True)
 
     @functools.wraps(verb)
     def run(**given: Any) -> None:

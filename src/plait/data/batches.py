@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from plait.core.errors import DataError
@@ -203,6 +205,13 @@ class DataSource:
             self._draws = True
         before_number = mix_further(0, seed, epoch)
         return [self._seeded(number, mix_further(before_number, number) >> 1) for number in numbers]
+
+    def stored_rows(self, numbers: Sequence[int]) -> tuple[Tensor, ...] | None:
+        """What `sample` gives for each of these, as rows of tensors; None unless the set holds tensors."""
+        if type(self.dataset) is TensorDataset:
+            chosen = torch.tensor(numbers, dtype=torch.long)
+            return tuple(tensor[chosen] for tensor in self.dataset.tensors)
+        return self.dataset.collated_batch(list(numbers)) if type(self.dataset) in (Images, Windows) else None
 
     def sample(self, epoch: int, number: int, seed: int) -> Any:
         """One sample of a map-style set; all generators are seeded for it and that epoch."""

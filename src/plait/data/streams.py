@@ -157,9 +157,17 @@ def checksum(samples: Any, before: int = 0) -> int:
     value = before
     for leaf in pytree.tree_leaves(samples):
         if isinstance(leaf, torch.Tensor):
-            leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            leaf = as_array(leaf)
         if isinstance(leaf, numpy.ndarray):
             value = zlib.crc32(leaf.tobytes(), value)
         elif isinstance(leaf, (int, float, str, bytes)):
             value = zlib.crc32(repr(leaf).encode(), value)
     return value
+
+
+def as_array(tensor: torch.Tensor) -> numpy.ndarray[Any, Any]:
+    """The tensor as an array; of a type that numpy does not have, its bytes."""
+    try:
+        return tensor.numpy(force=True)
+    except TypeError:
+        return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()

@@ -7,8 +7,6 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import psutil
-
 from plait.core.errors import InputError
 from plait.core.names import did_you_mean
 from plait.core.shown import shown
@@ -83,6 +81,8 @@ def address_of(nic: str | None, host: Host, single_host: bool) -> str:
                 f"name the interface to use with --nic"
             )
         return address
+    import psutil  # slow to import, and needed for other hosts only
+
     interfaces = psutil.net_if_addrs()
     if nic not in interfaces:
         raise InputError(f"--nic: {name} has no interface {nic!r}{did_you_mean(nic, interfaces)}")
@@ -104,6 +104,8 @@ def _resolved(host: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """The network interface that has `address`, or None."""
+    import psutil
+
     for nic, addresses in psutil.net_if_addrs().items():
         if any(a.address == address for a in addresses):
             return nic

@@ -122,7 +122,8 @@ def _evaluate(components: Components, batches: list[Share]) -> str:
                     f"(sum, count) of each batch, and let `finish` compute what is reported from the quotient"
                 )
             for metric in summed:
-                message = message or _describe_metric(components, metric.name, output, target, count)
+                if not message and not metric.is_named:  # those of Plait are sums over samples
+                    message = _describe_metric(components, metric.name, output, target, count)
     # What is computed over all samples is computed once, here over those that were tried.
     results(ALONE, [_own(components)], [together])
     return message

@@ -21,13 +21,16 @@ def digits(split: Split) -> Images:
 
     Every fifth image of each class is a test image, so both splits are balanced and fixed.
     """
-    rows = torch.from_numpy(_rows())
-    pixels, labels = rows[:, :-1].reshape(-1, 1, 8, 8), rows[:, -1]
-    is_test = torch.zeros(len(labels), dtype=torch.bool)
-    for digit in range(10):
-        is_test[(labels == digit).nonzero().flatten()[4::5]] = True
+    rows = _rows()
+    labels = rows[:, -1]
+    by_class, sizes = np.argsort(labels, kind="stable"), np.bincount(labels)
+    within = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    is_test = np.zeros(len(labels), dtype=bool)
+    is_test[by_class[within % 5 == 4]] = True
     chosen = is_test if split == "test" else ~is_test
-    return Images(pixels[chosen], labels[chosen], classes=10, mean=[0.3053], std=[0.3760], white=16)
+    pixels = torch.from_numpy(rows[chosen, :-1]).reshape(-1, 1, 8, 8)
+    targets = torch.from_numpy(labels[chosen])
+    return Images(pixels, targets, classes=10, mean=[0.3053], std=[0.3760], white=16)
 
 
 def _rows() -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
