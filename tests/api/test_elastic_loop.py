@@ -39,7 +39,7 @@ def close_to(expected: dict[str, Any], found: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("is_fused", [False, True], ids=["", "fused"])
 def test_workers_that_are_killed_join_leave_and_end_change_no_step(is_fused: bool):
     (alone,) = run_ranks(1, run_alone)
-    (last,) = plait.launch(eventful, "cpu", is_fused, workers=3, elastic="1:3", timeout_s=100.0)
+    (last,) = plait.launch(eventful, "cpu", is_fused, workers=3, elastic="1:3", timeout_s=150.0)
     assert close_to(alone, last)
     assert last["steps"] == alone["steps"] == (STEPS, STEPS, STEPS)
     assert last["rate"] == alone["rate"]

@@ -419,3 +419,69 @@ def test_a_captured_step_refuses_a_batch_that_it_was_not_captured_for(given):
         copy_inputs([held], given)  # a single row would be broadcast, another type cast
     copy_inputs([held], [torch.full((2, 3), 5.0)])
     assert held.eq(5).all()
+
+
+ODD = {
+    "any of no axes": lambda m, x: torch.any(x > 0, dim=()),
+    "all of no axes": lambda m, x: torch.all(x > 0, dim=()),
+    "argmax keepdim": lambda m, x: x.argmax(keepdim=True),
+    "argmin keepdim": lambda m, x: x.argmin(None, True),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_reductions_with_rare_arguments_are_those_of_torch(name):
+    fused = fuse([nn.Linear(4, 4) for _ in range(2)])
+    x = torch.randn(2, 3, 4)
+    found = fused.call(ODD[name], x)
+    for trial in range(2):
+        assert torch.equal(found[trial], ODD[name](None, x[trial]))
+
+
+def train_only_weight(model, x):
+    model(x).square().mean().backward(inputs=[model.weight])
+    return x
+
+
+def test_backward_to_some_inputs_gives_those_their_gradients():
+    models = [nn.Linear(4, 4) for _ in range(2)]
+    fused = fuse(models)
+    x = torch.randn(2, 3, 4)
+    fused.call(train_only_weight, x)
+    for trial, model in enumerate(models):
+        train_only_weight(model, x[trial])
+        torch.testing.assert_close(fused.module.weight.grad[trial], model.weight.grad)
+    assert fused.module.bias.grad is None
+
+
+def attend(mask, is_causal):
+    def attention(model, x):
+        q = model(x)[None]
+        return F.scaled_dot_product_attention(q, q, q, mask, 0.5, is_causal)
+
+    return attention
+
+
+@pytest.mark.parametrize("unfused", [(), ("",)], ids=["fused", "trial by trial"])
+def test_attention_with_dropout_and_rows_that_are_masked_away_has_gradients_that_are_numbers(unfused):
+    class Attending(nn.Linear):
+        def forward(self, x):
+            return attend(torch.full((3, 3), -torch.inf), False)(super().forward, x)
+
+    fused = fuse([Attending(4, 4) for _ in range(2)], unfused=unfused)
+    fused(torch.randn(2, 3, 4)).sum().backward()
+    grads = [p.grad for p in fused.parameters()] + [p.grad for t in fused.split() for p in t.parameters()]
+    assert all(grad.isfinite().all() for grad in grads if grad is not None)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [attend(torch.ones(3, 3, dtype=torch.bool), True), lambda model, x: x.repeat(2)],
+    ids=["two masks", "repeats of fewer axes"],
+)
+def test_what_torch_refuses_is_refused_fused(function):
+    fused = fuse([nn.Linear(4, 4) for _ in range(2)])
+    with pytest.raises(RuntimeError):
+        function(fused.trial(0), torch.randn(3, 4))
+    with pytest.raises(RuntimeError):
+        fused.call(function, torch.randn(2, 3, 4))

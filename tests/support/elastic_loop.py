@@ -117,7 +117,7 @@ def eventful(device: str = "cpu", is_fused: bool = False) -> dict[str, Any] | No
     return loop.result()
 
 
-def await_event(has_come: Callable[[], bool], seconds: float = 60.0) -> None:
+def await_event(has_come: Callable[[], bool], seconds: float = 90.0) -> None:
     end = time.monotonic() + seconds
     while not has_come():
         assert time.monotonic() < end

@@ -21,6 +21,8 @@ from plait.schema.settings import (
 )
 from plait.sweeping.search.compared_by import choose_metric
 from plait.training import checkpoint, components
+from plait.training.evaluate import joined
+from plait.workloads.metrics import accuracy
 from support.sweeping import sweep_of
 from support.training import digits_job, train_here, train_rank, unverified_job
 from support.world import run_ranks
@@ -43,6 +45,23 @@ def worst(output: Tensor, target: Tensor) -> float:
 
 def two_numbers(output: Tensor, target: Tensor) -> Tensor:
     return output.mean(0)[:2]
+
+
+class Output(dict[str, Tensor]):
+    """As transformers has it: values by name, and as attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_what_a_model_with_its_own_loss_returns_is_joined_as_it_is_and_its_classes_are_counted():
+    parts = [Output(logits=X[:2]), Output(logits=X[2:5])]
+    whole = joined(parts)
+    assert type(whole) is Output
+    assert torch.equal(whole.logits, X[:5])
+    assert accuracy(whole, X[:5].argmax(1)) == accuracy(X[:5], X[:5].argmax(1)) == (5, 5)
+    for output in ((X, X), Output(logits=X[None])):  # of tokens, which may be the next ones
+        with pytest.raises(JobError, match="with loss: model use metric: none, or a function of yours"):
+            accuracy(output, Y)
 
 
 class Falling:

@@ -9,7 +9,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -253,7 +253,9 @@ def joined(parts: Sequence[Any]) -> Any:
     if isinstance(first, Tensor):
         return torch.cat(list(parts)) if first.dim() else torch.stack(list(parts))
     if isinstance(first, Mapping):
-        return {key: joined([part[key] for part in parts]) for key in first}
+        made = {key: joined([part[key] for part in parts]) for key in first}
+        # What transformers returns has its values as attributes, too.
+        return made if type(first) is dict else cast("Any", type(first))(made)
     if isinstance(first, tuple):
         return tuple(joined(each) for each in zip(*parts))
     return list(itertools.chain(*parts)) if isinstance(first, list) else first

@@ -31,9 +31,22 @@ def more_is_better(metric: M) -> M:
 
 
 @more_is_better
-def accuracy(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """The number of correct targets by the largest logit, and of all targets, without padding (-100)."""
-    return (output.argmax(-1) == target).sum(), int((target != IGNORED).sum())
+def accuracy(output: Any, target: Any) -> tuple[Tensor, int]:
+    """The number of correct targets by the largest logit, and of all targets, without padding (-100).
+
+    Of a model of transformers that returns its loss, the logits of whole samples are taken.
+    """
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    # Those of tokens may be of the next ones, or not.
+    if isinstance(logits, Tensor) and logits is not output and logits.dim() != 2:
+        logits = None
+    if not isinstance(logits, Tensor) or not isinstance(target, Tensor):
+        raise JobError(
+            f"evaluate.metric: accuracy found that the model returned a {type(output).__name__} with a "
+            f"target that is a {type(target).__name__}, expected logits (batch, ..., classes) and classes; "
+            f"with loss: model use metric: none, or a function of yours that takes the output and the labels"
+        )
+    return (logits.argmax(-1) == target).sum(), int((target != IGNORED).sum())
 
 
 class Perplexity:

@@ -90,6 +90,7 @@ def _fold_mask(mask: Tensor, query: Tensor) -> Tensor:
 def _with_dropout(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, given: Options, trials: Trials
 ) -> Tensor:
+    check_one_mask(given)
     scale = given["scale"] if given["scale"] is not None else 1.0 / math.sqrt(query.shape[-1])
     scores = (query * scale) @ key.mT
     if given["is_causal"]:
@@ -97,11 +98,17 @@ def _with_dropout(
         scores = scores.masked_fill(ones.triu(1), -math.inf)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights = drop(_safe_softmax(scores), given["dropout_p"], trials)
+    weights = drop(safe_softmax(scores), given["dropout_p"], trials)
     return weights.to(value.dtype) @ value
 
 
-def _safe_softmax(scores: Tensor) -> Tensor:
+def check_one_mask(given: Options) -> None:
+    """Raise what torch does for a causal mask besides another one."""
+    if given["is_causal"] and given["attn_mask"] is not None:
+        raise RuntimeError("scaled_dot_product_attention: found attn_mask and is_causal=True, expected one")
+
+
+def safe_softmax(scores: Tensor) -> Tensor:
     """Softmax over the last axis; zeros for fully masked rows, as in torch's attention."""
     masked = (scores == -math.inf).all(-1, keepdim=True)
     return scores.masked_fill(masked, 0.0).softmax(-1).masked_fill(masked, 0.0)

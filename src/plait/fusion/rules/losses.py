@@ -219,6 +219,9 @@ def backward(function: Function, args: Arguments, kwargs: Options) -> Any:
     loss = args[0]
     gradient = kwargs.pop("gradient", args[1] if len(args) > 1 else None)
     inner = torch.ones_like(loss.stacked) if gradient is None else unwrap(gradient, loss.trials)
+    if (inputs := kwargs.get("inputs")) is not None:
+        every = inputs if isinstance(inputs, (tuple, list)) else [inputs]
+        kwargs["inputs"] = [x.stacked if isinstance(x, TrialTensor) else x for x in every]
     loss.stacked.backward(inner, **kwargs)
 
 

@@ -64,6 +64,8 @@ def reduce(function: Function, args: Arguments, kwargs: Options) -> Any:
     everything = dim is None or (isinstance(dim, (tuple, list)) and not dim)
     if not isinstance(x, TrialTensor) or x.dim() == 0 or not (everything or _are_axes(dim)):
         return vmap_rule(function, args, kwargs)
+    if dim is not None and everything and function.__name__ in ("any", "all"):  # of no axes
+        return loop(function, args, kwargs)
     rest = {k: v for k, v in kwargs.items() if k != "dim"}
     axes = tuple(range(1, x.stacked.dim())) if everything else shift_all(dim)
     return wrap(function(x.stacked, axes, *args[2:], **rest), x.trials)
@@ -91,7 +93,7 @@ def reduce_one(function: Function, args: Arguments, kwargs: Options) -> Any:
     if name in ("max", "min"):
         # Over all elements, ties share the gradient; along an axis, one element gets all of it.
         return wrap((torch.amax if name == "max" else torch.amin)(x.stacked.flatten(1), 1), x.trials)
-    if name in ("median", "nanmedian"):
+    if name in ("median", "nanmedian") or rest.get("keepdim") or any(args[2:]):
         return loop(function, args, kwargs)
     return wrap(function(x.stacked.flatten(1), 1, **rest), x.trials)
 

@@ -21,7 +21,7 @@ from plait.fusion.dispatch.random import Streams
 from plait.fusion.dispatch.registry import RULES, Arguments, Function, Options, usual_form
 from plait.fusion.dispatch.tensor import Trials, TrialTensor
 from plait.fusion.dispatch.torch_patches import running
-from plait.fusion.rules.attention import given_to_attention
+from plait.fusion.rules.attention import check_one_mask, given_to_attention, safe_softmax
 from plait.fusion.rules.dropout import alpha_dropout, drop, dropout, feature_dropout
 from plait.fusion.rules.random_numbers import (
     ATTENTION,
@@ -113,6 +113,7 @@ class SingleTrialMode(TorchFunctionMode):
         given = given_to_attention(args, kwargs)
         if not given["dropout_p"]:
             return func(*args, **kwargs)
+        check_one_mask(given)
         query, key, value = (given[name] for name in ("query", "key", "value"))
         if given["enable_gqa"]:
             key, value = (
@@ -125,8 +126,7 @@ class SingleTrialMode(TorchFunctionMode):
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        weights = scores.softmax(-1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
-        return self._drop(weights, given["dropout_p"]).to(value.dtype) @ value
+        return self._drop(safe_softmax(scores), given["dropout_p"]).to(value.dtype) @ value
 
     def _recurrent(self, func: Function, args: Arguments) -> Any:
         """Recurrent layers one after the other, with dropout between them."""
