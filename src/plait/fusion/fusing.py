@@ -130,8 +130,8 @@ def _warn_of_untied(fused: FusedModule, model: nn.Module) -> None:
     _made[fused] = ref(model), WeakSet(with_weights)
     if names:
         log.warning(
-            "%s%s: the models of another fused module have the same, and as each of the two trains weights "
-            "of its own, they are tied no more; to keep them tied, fuse modules that hold both",
+            "%s%s: the models of another fused module have the same, and as each of the two trains separate "
+            "weights, they are tied no more; to keep them tied, fuse modules that hold both",
             names[0],
             f" and {len(names) - 1} more" if len(names) > 1 else "",
         )
@@ -142,7 +142,7 @@ def _fused_elsewhere(model: nn.Module) -> list[str]:
     elsewhere = {
         id(parameter)
         for other, parts in _made.values()
-        if other() is not model  # which is fused anew
+        if other() is not model  # which is fused once more
         for part in parts
         for parameter in part.parameters(recurse=False)
     }

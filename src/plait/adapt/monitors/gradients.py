@@ -61,8 +61,8 @@ class GradientVariance:
             raise InputError(f"{type(self).__name__}: found an optimizer, expected a model or its parameters")
         if isinstance(model, nn.Module) and fused_parts(model):
             raise InputError(
-                f"{type(self).__name__}: found a fused module, expected one model: its trials have gradients "
-                f"of their own, which a sweep measures where its job has `adapt`"
+                f"{type(self).__name__}: found a fused module, expected one model: its trials have separate "
+                f"gradients, which a sweep measures where its job has `adapt`"
             )
         parameters = model.parameters() if isinstance(model, nn.Module) else model
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
