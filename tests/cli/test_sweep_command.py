@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 import plait
+import plait.jobs.sweep as sweeps
 from plait.cli.sweep import SweepDisplay, _check_asked, show_result, trials_table
 from plait.core.codec import encode
 from plait.core.errors import InputError
@@ -219,6 +220,15 @@ def test_a_sweep_goes_on_with_what_may_change_and_refuses_what_may_not():
     halving = make_sweep(job, over, "halving", 8)
     with pytest.raises(InputError, match="compares all of its trials with each other"):
         go_on(halving, trials=9)
+
+
+def test_a_sweep_that_goes_on_says_what_of_its_job_it_does_not_follow(caplog):
+    begun = make_sweep(plait.make_job(CONTENT), ["optimizer.lr=0.1,0.2"])
+    sweeps._warn_of_changes(begun, plait.make_job({**CONTENT, "run_dir": "elsewhere"}))
+    assert not caplog.records
+    sweeps._warn_of_changes(begun, plait.make_job(CONTENT, ["data.batch_size=7", "optimizer.momentum=0.3"]))
+    assert "data.batch_size is 7 (was" in caplog.text
+    assert "optimizer.momentum is 0.3 (was" in caplog.text
 
 
 def test_a_sweep_asked_for_more_trials_draws_them_and_repeats_none(tmp_path: Path):

@@ -76,6 +76,7 @@ def test_over_reads_lists_and_ranges():
     assert parse_dimension(f"{kind}=sgd,adam") == Dimension(kind, ("sgd", "adam"))
     assert parse_dimension("optimizer.lr=log:1e-4:1e-1:4").values == pytest.approx((1e-4, 1e-3, 1e-2, 1e-1))
     assert parse_dimension("x=linear:0:1:3").values == (0.0, 0.5, 1.0)
+    assert parse_dimension('data.path="a,b.txt",c.txt,["d,]",1]').values == ("a,b.txt", "c.txt", ["d,]", 1])
 
 
 def test_a_grid_holds_every_combination_once():

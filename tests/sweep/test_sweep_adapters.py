@@ -24,6 +24,8 @@ from plait.sweeping.engines.verified_arrays import first_batches
 from plait.sweeping.search.space import parse_dimension
 from plait.sweeping.settings import SweepSettings
 from plait.sweeping.trial_settings import array_key, with_lora_array, with_values
+from plait.sweeping.trials import assigned_trials
+from plait.sweeping.trials.trial_files import save_trial
 from plait.training import components
 from plait.training.fused.fused_components import FusedComponents
 from plait.training.fused.shared_bases import base_held_once
@@ -100,6 +102,15 @@ def test_one_name_of_layers_stands_for_a_list_of_it():
     assert adapter.target_modules == ("all-linear",)
 
 
+def test_a_search_that_would_drop_adapters_by_losses_of_unlike_data_says_so(caplog):
+    make_sweep(job_of("runs"), {"data.seed": [0, 1]}, "asha", 4)
+    assert "--search asha compares losses of trials whose data differs" in caplog.text
+    caplog.clear()
+    make_sweep(job_of("runs"), {"data.seed": [0, 1]})
+    make_sweep(job_of("runs"), {"lora.r": [2, 4]}, "asha", 4)
+    assert not caplog.records
+
+
 def test_a_rank_that_is_a_word_is_refused():
     with pytest.raises(InputError, match="lora.r: found 'two', expected a valid integer"):
         make_sweep(job_of("runs"), {"lora.r": ["two", 4]})
@@ -108,10 +119,11 @@ def test_a_rank_that_is_a_word_is_refused():
 def swept(job, folder, *over, **search):
     """What a sweep of the job in this process came to, and what `plait train` makes of a trial's values."""
     dimensions = tuple(parse_dimension(text) for text in over)
-    width = search.pop("width", 4)
+    width, resume = search.pop("width", 4), search.pop("resume", False)
     plain = replace(job.settings(), verify=UNVERIFIED)
     train = with_lora_array(plain, dimensions)
-    found = sweep_here(SweepSettings(train, dimensions, SearchSettings(**search), width), folder / "sweep")
+    settings = SweepSettings(train, dimensions, SearchSettings(**search), width)
+    found = sweep_here(settings, folder / "sweep", resume=resume)
 
     def alone(values, name="alone"):
         return train_here(with_values(plain, values), folder / name)
@@ -281,6 +293,36 @@ def test_a_sample_that_cannot_be_read_fails_the_trial_whose_data_it_is(width, tm
         assert trial["metrics"]["loss"] == pytest.approx(result.test["loss"], rel=1e-6)
     with pytest.raises(ValueError, match="a torn sample"):
         swept(job_of(tmp_path, ("data", {**data, "user": 1})), tmp_path / "one", "lora.r=2,4")
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing after it runs."""
+
+
+def test_a_sweep_does_not_go_on_with_a_file_that_has_changed(tmp_path):
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for file in files:
+        file.write_text("abcdefg\n" * 40)
+    data = {"kind": "text_lines:text_lines", "length": 6, "level": "byte", "batch_size": 4}
+    config = {"config": {**CONFIG, "vocab_size": 256}}
+    changes = {"data": {**data, "path": str(files[0])}, "model_args": config, "checkpoint.every_steps": 2}
+    job, over = job_of(tmp_path, *changes.items()), f"data.path={','.join(map(str, files))}"
+    saved = []
+
+    def save(*args):
+        if len(saved) == 3:
+            raise Killed
+        saved.append(save_trial(*args))
+        return saved[-1]
+
+    with mock.patch.object(assigned_trials, "save_trial", save), pytest.raises(Killed):
+        swept(job, tmp_path, over)
+    files[1].write_text("abcdefg\n" * 50)
+    with pytest.raises(InputError, match=r"samples: found 45 in .*b\.txt, but the run was trained with 36"):
+        swept(job, tmp_path, over, resume=True)
+    files[1].write_text("abcdefg\n" * 40)
+    found, _ = swept(job, tmp_path, over, resume=True)
+    assert {trial["state"] for trial in found["trials"]} == {"finished"}
 
 
 MORE = {

@@ -36,6 +36,10 @@ class DataError(InputError):
     """A file of a data set is missing, damaged or of another format."""
 
 
+class ChangedDataError(DataError):
+    """The data is not what a checkpoint was trained with."""
+
+
 class ArtefactError(InputError):
     """A saved profile, plan or other artefact cannot be read."""
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from plait.core.errors import DataError, JobError
+from plait.core.errors import ChangedDataError, DataError, JobError
 from plait.core.names import parameters_of
+from plait.data.batches import DataSource
 from plait.schema.settings import DataSettings, TrainSettings
 from plait.workloads.language.carried_state import CarriedState
 
@@ -141,14 +142,42 @@ def order_id(dataset: Any, settings: TrainSettings) -> str | None:
     return ", ".join(f"data.{name} {value}" for name, value in options.items())
 
 
-def check_same_order(progress: Mapping[str, Any], dataset: Any, settings: TrainSettings) -> None:
-    """Raise when resuming in the middle of an epoch whose order has changed."""
-    before, now = progress.get("order"), order_id(dataset, settings)
-    if before is not None and now is not None and before != now:
-        raise JobError(
-            f"data: found {now}, but the run was trained with {before}, by which {settings.data.kind} orders "
-            f"its samples, and it is in the middle of an epoch; resume with these, or start a new run"
+def data_progress(source: DataSource, settings: TrainSettings) -> dict[str, Any]:
+    """What a checkpoint says of the training split, for `check_continues`."""
+    return {
+        "shuffle": settings.data.shuffle,
+        "samples": source.length,
+        "order": order_id(source.dataset, settings),
+        "fingerprint": fingerprint_of(source.dataset),
+    }
+
+
+def check_continues(
+    progress: Mapping[str, Any], in_epoch: bool, source: DataSource, settings: TrainSettings
+) -> None:
+    """Refuse to go on from a checkpoint with other data; in the middle of an epoch, in another order too."""
+    check_same_data(progress, source.dataset, settings.data)
+    if not in_epoch:
+        return
+    now = {"seed": settings.seed, "data.shuffle": settings.data.shuffle, "samples": source.length}
+    for key, value in now.items():
+        before = progress.get(key.rpartition(".")[2], value)
+        if before != value:
+            raise ChangedDataError(
+                f"{key}: found {value!r}{_of_file(settings.data)}, but the run was trained with {before!r}, "
+                f"and it is in the middle of an epoch: samples would be repeated and left out; resume with "
+                f"{before!r}, or start a new run"
+            )
+    order, other = progress.get("order"), order_id(source.dataset, settings)
+    if order is not None and other is not None and order != other:
+        raise ChangedDataError(
+            f"data: found {other}, but the run was trained with {order}, by which {settings.data.kind} "
+            f"orders its samples, and it is in the middle of an epoch; resume with these, or start a new run"
         )
+
+
+def _of_file(data: DataSettings) -> str:
+    return f" in {data.options['path']}" if "path" in data.options else ""
 
 
 def fingerprint_of(dataset: Any) -> str | None:
@@ -166,7 +195,7 @@ def check_same_data(progress: Mapping[str, Any], dataset: Any, data: DataSetting
     before, now = progress.get("fingerprint", progress.get("vocabulary")), fingerprint_of(dataset)
     if before is not None and now is not None and before != now:
         where, kind = data.options.get("path", "data.kind"), data.kind
-        raise DataError(
+        raise ChangedDataError(
             f"{where}: the data of {kind} is not what the checkpoint was trained with (its fingerprint is "
             f"{now}, expected {before}): tokens, say, would have other meanings; put the files of that run "
             f"back, such as its text or vocabulary, or start a new run"

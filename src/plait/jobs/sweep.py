@@ -330,6 +330,12 @@ def make_sweep(
     )
     for dimension in dimensions:
         check_key(dimension.key)
+    if settings.keeps_adapters and search in ("asha", "halving", "pbt"):
+        log.warning(
+            "--search %s compares losses of trials whose data differs here, and drops the worse ones; "
+            "--search grid trains all",
+            search,
+        )
     has_plan = job.parallel.plan != "data-parallel"
     # With a plan, the options of a sync are for its pipelines.
     check(replace(settings, train=replace(settings.train, sync=SyncSettings())) if has_plan else settings)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from plait.core.errors import DiskError, LaunchError, PeerError, PlaitError
+from plait.core.errors import ChangedDataError, DiskError, LaunchError, PeerError, PlaitError
 from plait.data.loader_processes import LoaderError
 from plait.fusion.check import check_models
 from plait.fusion.errors import FusionError
@@ -54,8 +54,9 @@ def fused_work() -> Iterator[None]:
         raise (TooWideError if is_out_of_memory(failure) else NotFusedError)(message) from failure
 
 
-# What is no fault of a trial: another worker, the disk, a process that loads data, the end of the sweep.
-_NOT_OF_A_TRIAL = (PeerError, DiskError, LoaderError, LaunchError)
+# What is no fault of a trial: another worker, the disk, a process that loads data, files that have changed
+# since it began, the end of the sweep.
+_NOT_OF_A_TRIAL = (PeerError, DiskError, LoaderError, ChangedDataError, LaunchError)
 
 
 def why_failed(failure: Exception) -> str | None:

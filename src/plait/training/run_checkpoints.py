@@ -13,7 +13,7 @@ from typing import Any
 from plait.core.codec import decode, encode
 from plait.core.errors import CheckpointError, JobError
 from plait.core.shown import listed
-from plait.data.requirements import check_same_data, check_same_order, fingerprint_of, order_id
+from plait.data.requirements import check_continues, check_same_data, data_progress
 from plait.data.sampler import Position
 from plait.schema.settings import SyncSettings, TrainSettings
 from plait.schema.topology import TopologyError
@@ -138,10 +138,7 @@ class RunCheckpoints:
             "job_sync": encode(run.job_sync),
             "topology": encode(run.settings.topology),
             "job_topology": encode(run.job_topology),
-            "shuffle": run.settings.data.shuffle,
-            "samples": run.components.train_set.length,
-            "order": order_id(run.components.train_set.dataset, run.settings),
-            "fingerprint": fingerprint_of(run.components.train_set.dataset),
+            **data_progress(run.components.train_set, run.settings),
         }
 
     def restore(self, engine_of: EngineOf) -> Checkpoint | None:
@@ -181,10 +178,8 @@ class RunCheckpoints:
         trial.load(state.step, progress)
         with reading_progress():
             loss_scale = progress["loss_scale"]
-        _check_order(progress, trial.position, run.settings, run.components.train_set.length)
+        check_continues(progress, trial.position.sample > 0, run.components.train_set, run.settings)
         _check_end(state.step, trial.position, run.settings)
-        if trial.position.sample:
-            check_same_order(progress, run.components.train_set.dataset, run.settings)
         engine.load(state)
         if trial.best and not checkpoints.has(run.folder.checkpoints, trial.best.get("step")):
             trial.best = None
@@ -211,23 +206,6 @@ class RunCheckpoints:
                 run.metrics.warn(f"{failure}; the run goes on over {job.name}, as the job has it")
             else:
                 run.settings = replace(run.settings, topology=kept)
-
-
-def _check_order(
-    progress: Mapping[str, Any], position: Position, settings: TrainSettings, samples: int | None
-) -> None:
-    """Refuse to resume in the middle of an epoch if the order of samples has changed."""
-    if position.sample == 0:
-        return
-    now = {"seed": settings.seed, "data.shuffle": settings.data.shuffle, "samples": samples}
-    for key, value in now.items():
-        before = progress.get(key.rpartition(".")[2], value)
-        if before != value:
-            raise JobError(
-                f"{key}: found {value!r}, but the run was trained with {before!r}, and it is in the middle "
-                f"of an epoch: samples would be repeated and left out; resume with {before!r}, or start a "
-                f"new run"
-            )
 
 
 def _check_end(step: int, position: Position, settings: TrainSettings) -> None:

@@ -133,9 +133,13 @@ def _range(key: str, kind: str, rest: str, text: str) -> Dimension:
 
 
 def _parts(text: str) -> list[str]:
-    """`text` cut at commas that stand outside of brackets."""
-    parts, start, depth = [], 0, 0
+    """`text` cut at commas outside of brackets, and of quotes that begin within these or after a cut."""
+    parts, start, depth, is_quoted = [], 0, 0, False
     for index, letter in enumerate(text):
+        if letter == '"' and (is_quoted or depth or index == start):
+            is_quoted = not is_quoted
+        if is_quoted:
+            continue
         depth += (letter in "[{") - (letter in "]}")
         if letter == "," and depth == 0:
             parts.append(text[start:index])

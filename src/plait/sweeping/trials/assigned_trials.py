@@ -16,6 +16,7 @@ from plait.adapt.monitors.gradient_noise import GradientAverages
 from plait.adapt.policy_source import PolicySource
 from plait.core.codec import finite
 from plait.core.files import write_atomic
+from plait.data.requirements import check_continues, data_progress
 from plait.launcher.run_dir import RunDir
 from plait.schema.settings import TrainSettings
 from plait.sweeping.array_engine import JoiningTrial
@@ -76,6 +77,7 @@ class AssignedTrials:
         """A trial ready to join, loaded from its checkpoint if it has one."""
         settings = with_values(self._workers.settings.train, assignment["values"])
         entry = make_entry(settings, state, self._workers.device, self._workers.sets)
+        train_set, _ = self._workers.sets.of(settings)
         signals, sources = SignalHistory(), []
         if settings.adapt:
             every = asked_every(settings, self._workers.group.size)
@@ -91,9 +93,13 @@ class AssignedTrials:
             sources=sources,
             signals=signals,
             noise=entry.noise,
+            data=data_progress(train_set, settings),
         )
         if state is not None:
             trial.load(state.step, state.progress)
+            # Trials of a population go on from the states of others.
+            if self._workers.settings.search.kind != "pbt":
+                check_continues(state.progress, trial.position.sample > 0, train_set, settings)
             trial.load_signals(state.progress)
         return JoiningTrial(trial, entry)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from plait.core.codec import finite, finite_numbers
@@ -33,6 +33,8 @@ class RunningTrial(Trial):
     loss_sum: float = 0.0
     loss_steps: int = 0
     train_loss: float | None = None
+    # What its checkpoints say of its data.
+    data: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -107,6 +109,7 @@ class RunningTrial(Trial):
         """What a checkpoint stores besides tensors: as for a single run, and the unreported loss."""
         return {
             **self.progress(state.loss_scale, workers=1),
+            **self.data,
             # Trials that are not fused draw random numbers by their step.
             "age": state.age or self.step,
             "loss_sum": self.loss_sum,
