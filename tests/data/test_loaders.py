@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import threading
 import time
 import traceback
 from dataclasses import replace
 from itertools import count
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 
 from plait.core.errors import DataError
 from plait.data.loader import load
-from plait.data.loader_processes import LoaderError
+from plait.data.loader_processes import LoaderError, LoaderPool
 from plait.data.sampler import GlobalBatch, Position
 from plait.schema.settings import DataSettings, ModelSettings
 from plait.training import components
@@ -218,3 +220,25 @@ def load_with_few_descriptors(rank: int) -> int:
 
 def test_batches_of_many_tensors_find_descriptors_enough() -> None:
     assert run_ranks(1, load_with_few_descriptors) == [4 * 300]
+
+
+def test_a_loader_that_is_forked_while_another_thread_closes_pipes_begins_all_the_same(monkeypatch):
+    first = LoaderPool(1, abs)
+    closed, may_go_on = threading.Event(), threading.Event()
+    close = connection.Connection._close
+
+    def close_slowly(self, *args):
+        close(self, *args)
+        if threading.current_thread() is closing:
+            closed.set()
+            may_go_on.wait(0.5)  # as os.close, which lets other threads run
+
+    monkeypatch.setattr(connection.Connection, "_close", close_slowly)
+    pools = [first]
+    del first
+    closing = threading.Thread(target=pools.clear)
+    closing.start()
+    assert closed.wait(10.0)
+    assert list(LoaderPool(1, abs).run([-3])) == [3]
+    may_go_on.set()
+    closing.join(10.0)

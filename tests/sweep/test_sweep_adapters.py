@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import torch
 from plait.core.codec import encode
 from plait.core.errors import InputError, JobError
 from plait.core.files import write_atomic
+from plait.fusion import FusionError
 from plait.jobs.adapter import save_adapter
 from plait.jobs.sweep import go_on, make_sweep
 from plait.launcher.run_dir import RunDir
@@ -27,7 +29,7 @@ from plait.sweeping.trial_settings import array_key, with_lora_array, with_value
 from plait.sweeping.trials import assigned_trials
 from plait.sweeping.trials.trial_files import save_trial
 from plait.training import components
-from plait.training.fused.fused_components import FusedComponents
+from plait.training.fused.fused_components import FusedComponents, stacked
 from plait.training.fused.shared_bases import base_held_once
 from plait.training.setup import model as models
 from plait.training.setup.model import build_model
@@ -293,6 +295,26 @@ def test_a_sample_that_cannot_be_read_fails_the_trial_whose_data_it_is(width, tm
         assert trial["metrics"]["loss"] == pytest.approx(result.test["loss"], rel=1e-6)
     with pytest.raises(ValueError, match="a torn sample"):
         swept(job_of(tmp_path, ("data", {**data, "user": 1})), tmp_path / "one", "lora.r=2,4")
+
+
+UNLIKE = {
+    "sizes": (
+        {"x": torch.ones(2, 8)},
+        {"x": torch.ones(2, 6)},
+        r"unlike sizes, such as \[6\] and \[8\]; pad all",
+    ),
+    "values": ({"x": torch.ones(2), "n": 3}, {"x": torch.ones(2), "n": 4}, r"no tensors \(3 and others\)"),
+    "keys": ({"x": torch.ones(2)}, {"y": torch.ones(2)}, "the same keys in all"),
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_batches_that_cannot_be_one_are_told_of_and_their_trials_are_not_fused(case):
+    first, second, why = UNLIKE[case]
+    components: Any = SimpleNamespace(device=torch.device("cpu"), dtype=None)
+    with pytest.raises(FusionError, match=why):
+        stacked(components, [first, second], 2)
+    assert stacked(components, [first, dict(first)], 2)["x"].shape[0] == 2
 
 
 class Killed(BaseException):

@@ -36,7 +36,7 @@ class DataError(InputError):
     """A file of a data set is missing, damaged or of another format."""
 
 
-class ChangedDataError(DataError):
+class ChangedDataError(DataError, JobError):
     """The data is not what a checkpoint was trained with."""
 
 

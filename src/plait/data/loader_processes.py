@@ -97,6 +97,10 @@ class LoaderPool:
         weakref.finalize(self, _end, os.getpid(), self._pipes, self._processes)
 
     def _start(self, make: Callable[[Any], Any]) -> None:
+        with _pipes_kept:
+            self._fork(make)
+
+    def _fork(self, make: Callable[[Any], Any]) -> None:
         ours, theirs = multiprocessing.Pipe()
         _open_pipes.add(ours)
         # The kernel signals the end of the forking thread, which is that of the process only for the main
@@ -154,14 +158,19 @@ class LoaderPool:
 
 # The worker's ends of all pipes, which a loader must close.
 _open_pipes: weakref.WeakSet[Connection] = weakref.WeakSet()
+# Held while a loader is forked and while pipes are closed, which any thread does that collects garbage: one
+# that is forked in the middle would close what has that number since.
+_pipes_kept = threading.RLock()
+os.register_at_fork(after_in_child=_pipes_kept._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def _end(owner: int, pipes: list[Connection], processes: list[BaseProcess]) -> None:
     """End the loaders of a deleted pool; does nothing in a forked copy of the pool."""
     if os.getpid() != owner:
         return
-    for each in pipes:
-        each.close()
+    with _pipes_kept:
+        for each in pipes:
+            each.close()
     deadline = time.monotonic() + END_S
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))

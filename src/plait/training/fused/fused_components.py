@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.adapt.monitors.squared_norms import gradients
+from plait.core.shown import shown
 from plait.data.call_model import evaluated_weights, evaluation_mode, forward
 from plait.data.loader import Batch, DataSource, to_device
 from plait.data.seeding import mix
@@ -29,6 +30,7 @@ from plait.fusion import (
 )
 from plait.fusion.dispatch.padding import pad
 from plait.fusion.dispatch.per_trial import PerTrial, on_device
+from plait.fusion.errors import FusionError
 from plait.fusion.join_leave import check_joining
 from plait.fusion.optim.conversion import load_trial, trial_optimizer
 from plait.fusion.verify import FusionReport
@@ -424,8 +426,28 @@ def stacked(components: Components, contents: Sequence[Any], length: int) -> Any
     """The inputs and targets of all trials, stacked, padded to `length` rows and on the device."""
     moved = {id(content): to_device(content, components.device, components.dtype) for content in contents}
     flat, specs = zip(*(pytree.tree_flatten(moved[id(content)]) for content in contents))
-    leaves = [pad(leaf, length) if isinstance(leaf[0], Tensor) else leaf[0] for leaf in zip(*flat)]
-    return pytree.tree_unflatten(leaves, specs[0])
+    if any(spec != specs[0] for spec in specs):
+        raise FusionError("the batches of the trials hold unlike things, expected the same keys in all")
+    return pytree.tree_unflatten([_of_all(leaf, length) for leaf in zip(*flat)], specs[0])
+
+
+def _of_all(leaves: Sequence[Any], length: int) -> Any:
+    """One part of the trials' batches, stacked and padded; what is no tensor is the same in all."""
+    first = leaves[0]
+    if not isinstance(first, Tensor):
+        if not all(leaf is first or (type(leaf) is type(first) and bool(leaf == first)) for leaf in leaves):
+            raise FusionError(
+                f"the batches of the trials hold unlike values that are no tensors ({shown(first)} and "
+                f"others); make tensors of them, or leave them out"
+            )
+        return first
+    sizes = sorted({tuple(leaf.shape[1:]) for leaf in leaves})
+    if len(sizes) > 1:
+        raise FusionError(
+            f"the batches of the trials have samples of unlike sizes, such as {list(sizes[0])} and "
+            f"{list(sizes[1])}; pad all to one, in the data set or by data.collate_fn"
+        )
+    return pad(leaves, length)
 
 
 def fused_loss(settings: Sequence[TrainSettings]) -> Callable[..., Tensor]:
