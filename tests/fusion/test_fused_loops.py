@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
 import logging
 import random
 
@@ -18,6 +19,7 @@ from torch.optim import lr_scheduler
 
 import plait
 from plait.fusion import FusedOptimizer, FusionError, keep_trials, replace_trial
+from plait.fusion.dispatch.fallback import python_marks
 
 TRIALS = 3
 RATES = [0.01, 0.02, 0.05]
@@ -264,3 +266,12 @@ def test_what_is_done_to_layers_after_fusing_is_refused_in_words(case, is_called
 
     with pytest.raises(FusionError, match=message):
         call_changed()
+
+
+def test_each_draw_of_a_normal_number_by_numpy_is_noticed():
+    marks = [python_marks()]
+    for _ in range(4):  # two are made at once
+        numpy.random.randn()
+        marks.append(python_marks())
+    assert all(one != other for one, other in itertools.pairwise(marks))
+    assert python_marks() == marks[-1]

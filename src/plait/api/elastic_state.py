@@ -17,7 +17,7 @@ from plait.api.same_model import check_optimizer, refuse_difference, specs_of
 from plait.api.step_rules import StepRules
 from plait.comm.collectives import broadcast_named, broadcast_value
 from plait.core.errors import InputError
-from plait.data.trees import NotHandedOverError, put_together, take_apart
+from plait.data.trees import NotHandedOverError, put_together, take_apart, values_of_trials
 from plait.verification.optimizer_load import load_state_dict
 
 _PLAIN = frozenset((int, float, bool, str, type(None)))
@@ -78,11 +78,7 @@ class LoopState:
     def rate(self) -> float:
         """The sum of the learning rates, which all workers have alike."""
         rates = [group.get("lr") for group in self._optimizer.param_groups]
-        # Of fused trials there is one for each.
-        values = [getattr(rate, "values", None) for rate in rates]
-        return sum(
-            sum(each) if isinstance(each, tuple) else float(rate or 0.0) for rate, each in zip(rates, values)
-        )
+        return sum(sum(values_of_trials(rate) or [float(rate or 0.0)]) for rate in rates)
 
     def watch_frozen(self) -> None:
         """Note the versions of the parameters that are not trained, for `check_frozen`."""

@@ -85,12 +85,17 @@ def _take_object(value: Any, down: Callable[[Any], Any]) -> Any:
     if isinstance(value, int):
         return ["value", name, int.__int__(value)]
     if isinstance(value, float):
-        # Of fused trials one number may be one for each.
-        values = getattr(value, "values", None)
-        return ["value", name, list(values) if isinstance(values, tuple) else float.__float__(value)]
+        values = values_of_trials(value)
+        return ["value", name, float.__float__(value) if values is None else list(values)]
     if isinstance(value, str):
         return ["value", name, "".join(value)]
     raise _refused(f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def values_of_trials(number: Any) -> tuple[float, ...] | None:
+    """The numbers of each fused trial, if this stands for them; None for other numbers."""
+    values = getattr(number, "values", None)
+    return values if isinstance(values, tuple) else None
 
 
 def _refused(what: str) -> NotHandedOverError:

@@ -156,8 +156,10 @@ def draw_marks() -> tuple[Any, ...]:
 
 def python_marks() -> tuple[Any, ...]:
     """A value that changes with each draw from Python's generators and NumPy's global one."""
-    state = numpy.random.get_state(legacy=False)["state"]
-    return random.getstate(), [x.tobytes() if isinstance(x, numpy.ndarray) else x for x in state.values()]
+    state: Any = numpy.random.get_state(legacy=False)
+    numbers = [x.tobytes() if isinstance(x, numpy.ndarray) else x for x in state["state"].values()]
+    # Of normal numbers the second of two is kept, and its draw changes nothing else.
+    return random.getstate(), numbers, state.get("has_gauss")
 
 
 @cache
